@@ -1,0 +1,7 @@
+// The one header that bindgen reads: everything of ggml that moe-hot touches.
+// ggml-impl.h is here for struct ggml_cgraph, which backends receive but the public headers hide.
+#include "ggml.h"
+#include "ggml-alloc.h"
+#include "ggml-backend.h"
+#include "ggml-backend-impl.h"
+#include "ggml-impl.h"

@@ -1,0 +1,142 @@
+//! What happens when llama.cpp calls: the one place that joins `moe`, `lanes` and `routing`.
+//!
+//! One [`Engine`] per process knows the models; one [`Context`] per llama.cpp context computes. Nothing here
+//! knows vtables; nothing on a token's path locks, allocates or does I/O once a graph has been seen.
+
+mod context;
+mod model;
+mod recorder;
+
+pub use context::Context;
+pub use recorder::SAVE_INTERVAL;
+
+use crate::config::Config;
+use crate::ggml::{Level, Tensor, log};
+use model::{Layer, Model};
+use recorder::Recorder;
+use std::collections::HashMap;
+use std::path::Path;
+use std::sync::{Arc, Mutex, MutexGuard, Once, OnceLock, PoisonError};
+
+/// The process's models, who uses them, and the recorder that saves their counts.
+pub struct Engine {
+    config: Config,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    /// Every model seen, also those that are unloaded: they may come back.
+    models: Vec<Arc<Model>>,
+    /// Which model a live buffer belongs to, by the buffer's address.
+    by_buffer: HashMap<usize, Arc<Model>>,
+    live_contexts: usize,
+    recorder: Option<Recorder>,
+}
+
+/// The process's engine; reads the configuration when first asked for.
+pub fn engine() -> &'static Engine {
+    static ENGINE: OnceLock<Engine> = OnceLock::new();
+    ENGINE.get_or_init(|| Engine::new(Config::from_env()))
+}
+
+impl Engine {
+    fn new(config: Config) -> Self {
+        Self { config, state: Mutex::default() }
+    }
+
+    /// What the user asked for.
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// A panic while the lock was held left no half-made state: every change is a single insert or remove.
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn context_opened(&self) {
+        self.state().live_contexts += 1;
+        if !self.config.takes_experts() {
+            static ONCE: Once = Once::new();
+            ONCE.call_once(|| log(Level::Info, "inert: no --moe-layer-perf-out given; experts stay with llama.cpp"));
+        }
+    }
+
+    /// Saves what the context's model has learnt; ends the recorder with the last context.
+    fn context_closed(&self, model: Option<&Model>) {
+        if let Some(model) = model {
+            recorder::save(&self.config, model);
+        }
+        let recorder = {
+            let mut state = self.state();
+            state.live_contexts -= 1;
+            if state.live_contexts == 0 { state.recorder.take() } else { None }
+        };
+        drop(recorder); // joins its thread: not under the lock
+    }
+
+    /// Once there is something to record: says so, and starts to save while the program runs.
+    fn start_recording(&self, path: &Path, state: &mut State) {
+        static ONCE: Once = Once::new();
+        ONCE.call_once(|| {
+            let largest = self.config.offload_min_batch.saturating_sub(1);
+            let path = path.display();
+            log(
+                Level::Warn,
+                &format!(
+                    "recording expert usage of batches of 1 to {largest} tokens to {path}; no hot cache: experts run on the CPU \
+                     as with --no-repack (without a GPU slower than stock, which repacks them, and rounded otherwise)"
+                ),
+            );
+        });
+        state.recorder = Recorder::start();
+    }
+
+    /// The layer that expert weights belong to. `model` is the context's model and is set here on first use.
+    fn layer_of(&self, model: &mut Option<Arc<Model>>, weights: Tensor<'_>, n_used: u32) -> Option<Arc<Layer>> {
+        let buffer = weights.buffer()?.address();
+        let owner = {
+            let mut state = self.state();
+            let owner = match state.by_buffer.get(&buffer) {
+                Some(known) => known.clone(),
+                None => {
+                    let owner = model.clone().unwrap_or_else(|| state.find_or_add(weights));
+                    state.by_buffer.insert(buffer, owner.clone());
+                    owner
+                }
+            };
+            if let (Some(path), None) = (&self.config.perf_out, &state.recorder) {
+                self.start_recording(path, &mut state);
+            }
+            owner
+        };
+        let layer = owner.layer_of(buffer, weights, n_used);
+        model.get_or_insert(owner);
+        Some(layer)
+    }
+
+    /// Forgets a buffer whose memory is about to go; its addresses may be used again.
+    pub fn forget_buffer(&self, buffer: usize) {
+        if let Some(model) = self.state().by_buffer.remove(&buffer) {
+            model.forget_buffer(buffer);
+        }
+    }
+
+    fn models(&self) -> Vec<Arc<Model>> {
+        self.state().models.clone()
+    }
+}
+
+impl State {
+    /// An unloaded model that has come back, or a new one.
+    fn find_or_add(&mut self, weights: Tensor<'_>) -> Arc<Model> {
+        let is_back = |model: &&Arc<Model>| !model.is_loaded() && model.knows(weights);
+        if let Some(model) = self.models.iter().find(is_back) {
+            return model.clone();
+        }
+        let model = Arc::new(Model::default());
+        self.models.push(model.clone());
+        model
+    }
+}

@@ -1,0 +1,79 @@
+//! The library's one error type: what went wrong, where, and the offending value.
+
+use std::io;
+use std::path::PathBuf;
+
+/// Everything that can go wrong in the library.
+#[non_exhaustive]
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The host's ggml is not the revision this plugin was built for.
+    #[error("host runs {host}, this plugin was built for {plugin}: build both from the same llama.cpp revision")]
+    Revision {
+        /// What the host says it is.
+        host: String,
+        /// What this plugin was built for.
+        plugin: String,
+    },
+    /// The host says the right version, but one of its structs is laid out differently.
+    #[error(
+        "host's {what} does not match this plugin's ({host} instead of {plugin}): build both from the same llama.cpp revision"
+    )]
+    Layout {
+        /// The struct or size that differs.
+        what: &'static str,
+        /// The host's value.
+        host: usize,
+        /// The value this plugin was built with.
+        plugin: usize,
+    },
+    /// ggml knows no CPU device: this process holds a second, separate copy of ggml.
+    #[error(
+        "no CPU device in this copy of ggml: the host is linked statically or loads another libggml; use a build with shared libraries"
+    )]
+    NoCpuDevice,
+    /// ggml refused to create something.
+    #[error("ggml could not create {0}")]
+    Ggml(&'static str),
+    /// An expert id points outside the layer.
+    #[error("layer {layer}: expert id {id} at slot {slot} of token {token} is outside 0..{n_expert}")]
+    ExpertId {
+        /// Layer number.
+        layer: u32,
+        /// The id found.
+        id: i32,
+        /// Index within the token's top-k.
+        slot: usize,
+        /// Token within the batch.
+        token: usize,
+        /// Experts in the layer.
+        n_expert: u32,
+    },
+    /// The ids tensor cannot be read as expert ids.
+    #[error("layer {layer}: expert ids must be 32-bit integers in host memory, [n_expert_used, n_tokens]")]
+    IdsTensor {
+        /// Layer number.
+        layer: u32,
+    },
+    /// Reading or writing a file failed.
+    #[error("{path}: {action}: {source}")]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// What was attempted.
+        action: &'static str,
+        /// The system's answer.
+        source: io::Error,
+    },
+    /// A file is not a profile.
+    #[error("{path}: not a routing profile: {reason}")]
+    NotAProfile {
+        /// The file.
+        path: PathBuf,
+        /// What was expected and what was found.
+        reason: String,
+    },
+}
+
+/// `Result` with this library's error.
+pub type Result<T, E = Error> = std::result::Result<T, E>;

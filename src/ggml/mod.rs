@@ -1,0 +1,39 @@
+//! Safe wrappers over ggml: tensors, graphs, buffers, devices, backends, the log.
+//!
+//! Three layers: `sys` is generated, each wrapper's constructor is `unsafe` and names what it relies on,
+//! everything else is safe. This module knows nothing of experts.
+
+mod abi;
+mod backend;
+mod buffer;
+mod device;
+mod graph;
+mod log;
+mod tensor;
+
+pub use abi::{RevisionCheck, check_host};
+pub use backend::{AbortCallback, Backend, Status};
+pub use buffer::{Buffer, BufferType};
+pub use device::Device;
+pub use graph::Graph;
+pub use log::{Level, log};
+pub use tensor::{Ids, Tensor};
+
+/// The generated bindings to the pinned revision of ggml.
+#[allow(missing_docs, non_camel_case_types, non_snake_case, non_upper_case_globals)]
+#[allow(unsafe_op_in_unsafe_fn, clippy::all, clippy::undocumented_unsafe_blocks)]
+pub mod sys {
+    include!(concat!(env!("OUT_DIR"), "/ggml.rs"));
+}
+
+/// Turns a C string that ggml owns into text; a NULL becomes the empty string.
+///
+/// # Safety
+/// `text` is NULL or points to a NUL-terminated string that lives for `'a`.
+pub(crate) unsafe fn c_text<'a>(text: *const std::ffi::c_char) -> std::borrow::Cow<'a, str> {
+    if text.is_null() {
+        return "".into();
+    }
+    // SAFETY: the caller promises a NUL-terminated string that outlives 'a.
+    unsafe { std::ffi::CStr::from_ptr(text) }.to_string_lossy()
+}

@@ -1,0 +1,9 @@
+//! What an expert FFN looks like in a graph: which operations are ours to claim, and which nodes form a block.
+//!
+//! Everything is recognised by operation and buffer, never by an architecture's or tensor's name. No I/O here.
+
+mod block;
+mod claim;
+
+pub use block::{Block, Shape};
+pub use claim::Claims;

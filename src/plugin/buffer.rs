@@ -1,0 +1,146 @@
+//! Buffers: each wraps a host buffer of ggml's own and adds nothing but its type and a goodbye to the engine.
+//!
+//! A buffer's context is the wrapped buffer.
+
+use super::{buffer_type, guard};
+use crate::engine::engine;
+use crate::ggml::{BufferType, Device, sys};
+use std::ffi::c_void;
+use std::ptr::null_mut;
+
+const INTERFACE: sys::ggml_backend_buffer_i = sys::ggml_backend_buffer_i {
+    free_buffer: Some(free_buffer),
+    get_base: Some(get_base),
+    init_tensor: None,
+    memset_tensor: Some(memset_tensor),
+    set_tensor: Some(set_tensor),
+    get_tensor: Some(get_tensor),
+    set_tensor_2d: None,
+    get_tensor_2d: None,
+    cpy_tensor: Some(cpy_tensor),
+    clear: Some(clear),
+    reset: None,
+};
+
+/// New host memory: the GPU's page-locked kind where stock would use that too, else plain memory. NULL if neither is to be had.
+pub(super) fn allocate(size: usize) -> sys::ggml_backend_buffer_t {
+    let pinned = Device::gpu().and_then(|gpu| gpu.host_buffer_type());
+    for kind in [pinned, BufferType::cpu()].into_iter().flatten() {
+        // SAFETY: the buffer type is registered.
+        let inner = unsafe { sys::ggml_backend_buft_alloc_buffer(kind.as_raw(), size) };
+        if !inner.is_null() {
+            // SAFETY: `inner` is a new host buffer that nobody else owns.
+            return unsafe { wrap(inner) };
+        }
+    }
+    null_mut()
+}
+
+/// A buffer over the loader's memory map: nothing is read or copied.
+///
+/// # Safety
+/// `data` points to `size` bytes that outlive the buffer.
+pub(super) unsafe fn from_host_memory(data: *mut c_void, size: usize) -> sys::ggml_backend_buffer_t {
+    // SAFETY: passed on from the caller.
+    let inner = unsafe { sys::ggml_backend_cpu_buffer_from_ptr(data, size) };
+    if inner.is_null() {
+        return null_mut();
+    }
+    // SAFETY: `inner` is a new host buffer that nobody else owns.
+    unsafe { wrap(inner) }
+}
+
+/// # Safety
+/// `inner` is a valid host buffer; its ownership passes to the new buffer.
+unsafe fn wrap(inner: sys::ggml_backend_buffer_t) -> sys::ggml_backend_buffer_t {
+    // SAFETY: `inner` is valid; ggml owns and later deletes the struct it makes here.
+    unsafe {
+        let size = sys::ggml_backend_buffer_get_size(inner);
+        sys::ggml_backend_buffer_init(buffer_type::BUFFER_TYPE.get(), INTERFACE, inner.cast(), size)
+    }
+}
+
+/// # Safety
+/// `buffer` was made by [`wrap`] and is not freed yet.
+unsafe fn inner(buffer: sys::ggml_backend_buffer_t) -> sys::ggml_backend_buffer_t {
+    // SAFETY: `wrap` stored the inner buffer as context.
+    unsafe { (*buffer).context.cast() }
+}
+
+unsafe extern "C" fn free_buffer(buffer: sys::ggml_backend_buffer_t) {
+    guard("freeing a buffer", (), || {
+        engine().forget_buffer(buffer as usize);
+        // SAFETY: ggml frees each of our buffers once; nothing reads the range after `forget_buffer`.
+        unsafe { sys::ggml_backend_buffer_free(inner(buffer)) }
+    });
+}
+
+unsafe extern "C" fn get_base(buffer: sys::ggml_backend_buffer_t) -> *mut c_void {
+    // SAFETY: ggml calls this on a live buffer of ours.
+    guard("asking for a buffer's address", null_mut(), || unsafe { sys::ggml_backend_buffer_get_base(inner(buffer)) })
+}
+
+unsafe extern "C" fn memset_tensor(
+    buffer: sys::ggml_backend_buffer_t,
+    tensor: *mut sys::ggml_tensor,
+    value: u8,
+    offset: usize,
+    size: usize,
+) {
+    // SAFETY: ggml calls this on a live buffer of ours, with a tensor and a range inside it; the inner buffer is host memory.
+    guard("filling a tensor", (), || unsafe {
+        let inner = inner(buffer);
+        if let Some(memset) = (*inner).iface.memset_tensor {
+            memset(inner, tensor, value, offset, size);
+        }
+    });
+}
+
+unsafe extern "C" fn set_tensor(
+    buffer: sys::ggml_backend_buffer_t,
+    tensor: *mut sys::ggml_tensor,
+    data: *const c_void,
+    offset: usize,
+    size: usize,
+) {
+    // SAFETY: as for `memset_tensor`; `data` holds `size` bytes.
+    guard("writing a tensor", (), || unsafe {
+        let inner = inner(buffer);
+        if let Some(set) = (*inner).iface.set_tensor {
+            set(inner, tensor, data, offset, size);
+        }
+    });
+}
+
+unsafe extern "C" fn get_tensor(
+    buffer: sys::ggml_backend_buffer_t,
+    tensor: *const sys::ggml_tensor,
+    data: *mut c_void,
+    offset: usize,
+    size: usize,
+) {
+    // SAFETY: as for `memset_tensor`; `data` has room for `size` bytes.
+    guard("reading a tensor", (), || unsafe {
+        let inner = inner(buffer);
+        if let Some(get) = (*inner).iface.get_tensor {
+            get(inner, tensor, data, offset, size);
+        }
+    });
+}
+
+unsafe extern "C" fn cpy_tensor(
+    buffer: sys::ggml_backend_buffer_t,
+    src: *const sys::ggml_tensor,
+    dst: *mut sys::ggml_tensor,
+) -> bool {
+    // SAFETY: as for `memset_tensor`; `dst` is in this buffer, `src` is a valid tensor anywhere.
+    guard("copying a tensor", false, || unsafe {
+        let inner = inner(buffer);
+        (*inner).iface.cpy_tensor.is_some_and(|copy| copy(inner, src, dst))
+    })
+}
+
+unsafe extern "C" fn clear(buffer: sys::ggml_backend_buffer_t, value: u8) {
+    // SAFETY: ggml calls this on a live buffer of ours.
+    guard("clearing a buffer", (), || unsafe { sys::ggml_backend_buffer_clear(inner(buffer), value) });
+}

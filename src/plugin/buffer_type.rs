@@ -1,0 +1,45 @@
+//! The buffer type that expert tensors are placed in: host memory in ggml's own layout.
+
+use super::{NAME, Shared, buffer, device, guard};
+use crate::ggml::{BufferType, sys};
+use std::ffi::c_char;
+use std::ptr::null_mut;
+
+pub(super) static BUFFER_TYPE: Shared<sys::ggml_backend_buffer_type> = Shared::new(sys::ggml_backend_buffer_type {
+    iface: sys::ggml_backend_buffer_type_i {
+        get_name: Some(get_name),
+        alloc_buffer: Some(alloc_buffer),
+        get_alignment: Some(get_alignment),
+        get_max_size: None,
+        get_alloc_size: None,
+        is_host: Some(is_host),
+    },
+    device: device::DEVICE.get(),
+    context: null_mut(),
+});
+
+/// Our buffer type, as a safe handle.
+pub(super) fn ours() -> BufferType {
+    // SAFETY: a static buffer type, registered with the device.
+    match unsafe { BufferType::from_raw(BUFFER_TYPE.get()) } {
+        Some(kind) => kind,
+        None => unreachable!("the address of a static is never NULL"),
+    }
+}
+
+unsafe extern "C" fn get_name(_: sys::ggml_backend_buffer_type_t) -> *const c_char {
+    NAME.as_ptr()
+}
+
+unsafe extern "C" fn alloc_buffer(_: sys::ggml_backend_buffer_type_t, size: usize) -> sys::ggml_backend_buffer_t {
+    guard("allocating a buffer", null_mut(), || buffer::allocate(size))
+}
+
+unsafe extern "C" fn get_alignment(_: sys::ggml_backend_buffer_type_t) -> usize {
+    const FALLBACK: usize = 64;
+    guard("asking for an alignment", FALLBACK, || BufferType::cpu().map_or(FALLBACK, |cpu| cpu.alignment()))
+}
+
+unsafe extern "C" fn is_host(_: sys::ggml_backend_buffer_type_t) -> bool {
+    true
+}

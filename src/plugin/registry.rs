@@ -1,0 +1,61 @@
+//! The registry: one device, and the functions that llama.cpp looks up by name.
+
+use super::{NAME, Shared, backend, device, guard};
+use crate::ggml::{Level, RevisionCheck, check_host, log, sys};
+use std::ffi::{CStr, c_char, c_void};
+use std::ptr::null_mut;
+use std::sync::OnceLock;
+
+pub(super) static REGISTRY: Shared<sys::ggml_backend_reg> = Shared::new(sys::ggml_backend_reg {
+    api_version: sys::GGML_BACKEND_API_VERSION as i32,
+    iface: sys::ggml_backend_reg_i {
+        get_name: Some(get_name),
+        get_device_count: Some(get_device_count),
+        get_device: Some(get_device),
+        get_proc_address: Some(get_proc_address),
+    },
+    context: null_mut(),
+});
+
+/// Checks the host once and says what it found once.
+pub(super) fn init() -> sys::ggml_backend_reg_t {
+    static FITS: OnceLock<bool> = OnceLock::new();
+    let fits = *FITS.get_or_init(|| match check_host() {
+        Ok(RevisionCheck::Exact) => true,
+        Ok(RevisionCheck::Weak) => {
+            log(
+                Level::Warn,
+                "the host does not name its llama.cpp revision: only versions and struct layouts were compared",
+            );
+            true
+        }
+        Err(error) => {
+            log(Level::Warn, &format!("not loaded, the host goes on without it: {error}"));
+            false
+        }
+    });
+    if fits { REGISTRY.get() } else { null_mut() }
+}
+
+unsafe extern "C" fn get_name(_: sys::ggml_backend_reg_t) -> *const c_char {
+    NAME.as_ptr()
+}
+
+unsafe extern "C" fn get_device_count(_: sys::ggml_backend_reg_t) -> usize {
+    1
+}
+
+unsafe extern "C" fn get_device(_: sys::ggml_backend_reg_t, index: usize) -> sys::ggml_backend_dev_t {
+    if index == 0 { device::DEVICE.get() } else { null_mut() }
+}
+
+unsafe extern "C" fn get_proc_address(_: sys::ggml_backend_reg_t, name: *const c_char) -> *mut c_void {
+    guard("looking up a function", null_mut(), || {
+        // SAFETY: ggml passes a NUL-terminated name.
+        match unsafe { CStr::from_ptr(name) }.to_bytes() {
+            b"ggml_backend_set_n_threads" => backend::set_n_threads as *mut c_void,
+            b"ggml_backend_set_abort_callback" => backend::set_abort_callback as *mut c_void,
+            _ => null_mut(),
+        }
+    })
+}

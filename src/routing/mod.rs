@@ -1,0 +1,10 @@
+//! Which experts were used: counters on the token's path, and the profile file they end up in.
+#![forbid(unsafe_code)]
+
+mod counts;
+mod fingerprint;
+mod profile;
+
+pub use counts::{BatchKind, LayerCounts, check_ids};
+pub use fingerprint::{TensorId, combine as combine_fingerprints};
+pub use profile::{BatchCounts, LayerPerf, LayerRecord, ModelId, MoeHot, Profile, SCHEMA, Summary};

@@ -1,0 +1,304 @@
+//! The profile file (experts.json): schema `llama.cpp.moe_layer_perf.v1`, plus our `model` and `moe_hot`.
+//!
+//! `profiles/README.md` describes every field. Other readers ignore what they do not know; so do we.
+
+use crate::{Error, Result};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::fs::{self, File, Permissions};
+use std::io::Read;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+
+/// The schema that other programs read and write.
+pub const SCHEMA: &str = "llama.cpp.moe_layer_perf.v1";
+/// A profile of 512 experts in 200 layers stays below 8 MiB; anything above this is something else.
+const MAX_BYTES: u64 = 64 << 20;
+/// Mode of a new file before the user's umask.
+const FILE_MODE: u32 = 0o666;
+
+/// `[expert, count]`.
+pub type Count = (u32, u64);
+
+/// The whole file.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Profile {
+    /// Whether anything was recorded.
+    #[serde(default)]
+    pub enabled: bool,
+    /// Always `full`.
+    #[serde(default)]
+    pub mode: String,
+    /// [`SCHEMA`].
+    pub schema: String,
+    /// Experts per layer; the largest where layers differ.
+    #[serde(default)]
+    pub n_expert: u32,
+    /// Experts per token; the largest where layers differ.
+    #[serde(default)]
+    pub n_expert_used: u32,
+    /// Batches recorded: calls of the layer that was called most.
+    #[serde(default)]
+    pub updates: u64,
+    /// Always 0: our counters are 64 bits wide.
+    #[serde(default)]
+    pub overflow_resets: u64,
+    /// Totals.
+    #[serde(default)]
+    pub summary: Summary,
+    /// Per layer, in the schema's own fields.
+    pub layers: Vec<LayerPerf>,
+    /// Which model was recorded.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub model: Option<ModelId>,
+    /// What other programs do not know.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub moe_hot: Option<MoeHot>,
+}
+
+/// Totals over all layers.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Summary {
+    /// Expert FFNs computed.
+    #[serde(default)]
+    pub layer_calls: u64,
+    /// Share of requests that ran on a device.
+    #[serde(default)]
+    pub hot_slot_ratio: f64,
+}
+
+/// One layer in the schema's own fields. A "slot" here is one request: one (token, expert) pair.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct LayerPerf {
+    /// Layer number.
+    pub layer: u32,
+    /// Expert FFNs computed.
+    #[serde(default)]
+    pub calls: u64,
+    /// Requests that ran on a device.
+    #[serde(default)]
+    pub hot_slots_total: u64,
+    /// Requests that ran on the CPU.
+    #[serde(default)]
+    pub cold_slots_total: u64,
+    /// The same per call.
+    #[serde(default)]
+    pub hot_slots_per_call: f64,
+    /// The same per call.
+    #[serde(default)]
+    pub cold_slots_per_call: f64,
+    /// Share of requests that ran on a device.
+    #[serde(default)]
+    pub hot_slot_ratio: f64,
+    /// Requests per expert, without zeros.
+    #[serde(default)]
+    pub experts: Vec<Count>,
+    /// Those that ran on a device.
+    #[serde(default)]
+    pub hot_experts: Vec<Count>,
+    /// Those that ran on the CPU.
+    #[serde(default)]
+    pub cold_experts: Vec<Count>,
+}
+
+impl LayerPerf {
+    /// A layer of which nothing ran on a device.
+    pub fn all_cold(layer: u32, calls: u64, experts: Vec<Count>) -> Self {
+        let total: u64 = experts.iter().map(|&(_, count)| count).sum();
+        Self {
+            layer,
+            calls,
+            hot_slots_total: 0,
+            cold_slots_total: total,
+            hot_slots_per_call: 0.0,
+            cold_slots_per_call: if calls == 0 { 0.0 } else { total as f64 / calls as f64 },
+            hot_slot_ratio: 0.0,
+            cold_experts: experts.clone(),
+            experts,
+            hot_experts: Vec::new(),
+        }
+    }
+}
+
+/// Which model a profile belongs to.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ModelId {
+    /// 16 hex digits over all recorded tensors.
+    pub fingerprint: String,
+    /// Each recorded expert tensor's own fingerprint, by name.
+    #[serde(default)]
+    pub tensors: BTreeMap<String, String>,
+}
+
+impl ModelId {
+    /// Whether both name the same model: they share tensors, and all that they share are equal.
+    pub fn is_same_model(&self, other: &ModelId) -> bool {
+        let mut shared = self.tensors.iter().filter_map(|(name, id)| Some((id, other.tensors.get(name)?))).peekable();
+        shared.peek().is_some() && shared.all(|(a, b)| a == b)
+    }
+}
+
+/// Our own section.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct MoeHot {
+    /// Version of this section.
+    pub format: u32,
+    /// Batches of this many tokens and more are stock's and were not seen.
+    pub min_batch_stock: u32,
+    /// Per layer.
+    pub layers: Vec<LayerRecord>,
+}
+
+/// One layer in our own section.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct LayerRecord {
+    /// Layer number.
+    pub layer: u32,
+    /// Experts in this layer.
+    pub n_expert: u32,
+    /// Experts per token in this layer.
+    pub n_expert_used: u32,
+    /// What the layer's expert FFN looked like, see [`crate::moe::Shape::name`].
+    pub block: String,
+    /// 16 hex digits over the layer's tensors.
+    pub fingerprint: String,
+    /// Batches of one token.
+    pub batch_1: BatchCounts,
+    /// Batches of two tokens up to `min_batch_stock` minus one.
+    pub batch_2_up: BatchCounts,
+}
+
+/// Counts for one kind of batch.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct BatchCounts {
+    /// Expert FFNs computed.
+    pub calls: u64,
+    /// Requests per expert, without zeros.
+    pub experts: Vec<Count>,
+}
+
+impl Profile {
+    /// Reads a profile.
+    ///
+    /// Fails when the file cannot be read, is larger than 64 MiB, or is not JSON with our schema.
+    pub fn read(path: &Path) -> Result<Self> {
+        let io = |source| Error::Io { path: path.into(), action: "cannot read", source };
+        let not = |reason: String| Error::NotAProfile { path: path.into(), reason };
+        let file = File::open(path).map_err(io)?;
+        let mut text = Vec::new();
+        file.take(MAX_BYTES + 1).read_to_end(&mut text).map_err(io)?;
+        if text.len() as u64 > MAX_BYTES {
+            return Err(not(format!("larger than {} MiB", MAX_BYTES >> 20)));
+        }
+        let profile: Self = serde_json::from_slice(&text).map_err(|error| not(error.to_string()))?;
+        if profile.schema != SCHEMA {
+            return Err(not(format!("schema is {:?}, expected {SCHEMA:?}", profile.schema)));
+        }
+        Ok(profile)
+    }
+
+    /// Writes the profile so that at any moment the path holds the old file or the new one, whole.
+    pub fn write(&self, path: &Path) -> Result<()> {
+        let target = fs::canonicalize(path).unwrap_or_else(|_| path.into());
+        let io = |action| move |source| Error::Io { path: path.into(), action, source };
+        let folder = folder_of(&target);
+        let mut temporary = tempfile::Builder::new()
+            .prefix(".experts-")
+            .suffix(".tmp")
+            .permissions(Permissions::from_mode(FILE_MODE))
+            .tempfile_in(&folder)
+            .map_err(io("cannot create a temporary file beside it"))?;
+        serde_json::to_writer(&mut temporary, self).map_err(|e| io("cannot write")(e.into()))?;
+        temporary.as_file().sync_all().map_err(io("cannot sync"))?;
+        temporary.persist(&target).map_err(|error| io("cannot replace")(error.error))?;
+        File::open(&folder).and_then(|folder| folder.sync_all()).map_err(io("cannot sync its folder"))
+    }
+}
+
+/// The folder that holds `path`; the current one for a bare name.
+pub fn folder_of(path: &Path) -> PathBuf {
+    match path.parent() {
+        Some(folder) if !folder.as_os_str().is_empty() => folder.into(),
+        _ => PathBuf::from("."),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sample(expert: u32) -> Profile {
+        Profile {
+            enabled: true,
+            mode: "full".into(),
+            schema: SCHEMA.into(),
+            n_expert: 8,
+            n_expert_used: 2,
+            updates: 1,
+            overflow_resets: 0,
+            summary: Summary { layer_calls: 1, hot_slot_ratio: 0.0 },
+            layers: vec![LayerPerf::all_cold(0, 1, vec![(expert, 1), (7, 3)])],
+            model: None,
+            moe_hot: None,
+        }
+    }
+
+    #[test]
+    fn a_profile_is_read_back_as_written_and_leaves_no_other_file() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("experts.json");
+        sample(1).write(&path).unwrap();
+        sample(2).write(&path).unwrap();
+        assert_eq!(Profile::read(&path).unwrap(), sample(2));
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn writing_through_a_symbolic_link_keeps_the_link() {
+        let folder = tempfile::tempdir().unwrap();
+        let (real, link) = (folder.path().join("real.json"), folder.path().join("link.json"));
+        sample(1).write(&real).unwrap();
+        std::os::unix::fs::symlink(&real, &link).unwrap();
+        sample(2).write(&link).unwrap();
+        assert!(fs::symlink_metadata(&link).unwrap().is_symlink());
+        assert_eq!(Profile::read(&real).unwrap(), sample(2));
+    }
+
+    #[test]
+    fn a_file_of_another_program_with_the_schemas_fields_alone_is_read() {
+        let text = r#"{"schema":"llama.cpp.moe_layer_perf.v1","layers":[{"layer":3,"experts":[[5,9]],"extra":1}]}"#;
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("experts.json");
+        fs::write(&path, text).unwrap();
+        let profile = Profile::read(&path).unwrap();
+        assert_eq!((profile.layers[0].layer, &profile.layers[0].experts[..]), (3, &[(5, 9)][..]));
+    }
+
+    #[test]
+    fn what_is_not_a_profile_is_refused_with_the_reason() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("file");
+        for (text, reason) in [
+            ("", "EOF"),
+            ("{}", "schema"),
+            (r#"{"schema":"other.v2","layers":[]}"#, "other.v2"),
+            (r#"{"schema":"llama.cpp.moe_layer_perf.v1","layers":[{"layer":-1}]}"#, "-1"),
+        ] {
+            fs::write(&path, text).unwrap();
+            let message = Profile::read(&path).unwrap_err().to_string();
+            assert!(message.contains(reason) && message.contains("file"), "{text:?}: {message}");
+        }
+    }
+
+    #[test]
+    fn models_are_the_same_if_all_shared_tensors_are_and_there_are_some() {
+        let id = |tensors: &[(&str, &str)]| ModelId {
+            fingerprint: String::new(),
+            tensors: tensors.iter().map(|&(name, id)| (name.into(), id.into())).collect(),
+        };
+        let all = id(&[("a", "1"), ("b", "2")]);
+        assert!(all.is_same_model(&id(&[("a", "1"), ("c", "9")])), "recorded with fewer layers in our buffer");
+        assert!(!all.is_same_model(&id(&[("a", "1"), ("b", "9")])));
+        assert!(!all.is_same_model(&id(&[("c", "1")])));
+    }
+}

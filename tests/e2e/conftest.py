@@ -1,0 +1,62 @@
+"""Fixtures: the models, a runner of moe-probe, an RPC server on loopback, llama-server with and without the plugin."""
+
+import functools
+import os
+from pathlib import Path
+
+import pytest
+
+import paths
+from models import QUANTIZED, generated
+from probe import Probe
+from processes import free_port, listens, process, stock_environment, wait_for
+
+GENERATED = ["F16", *QUANTIZED]
+
+
+def shipped_model() -> Path:
+    if not paths.SHIPPED_MODEL.exists():
+        message = f"{paths.SHIPPED_MODEL.relative_to(paths.REPOSITORY)} is not there yet"
+        if os.environ.get("MOE_HOT_REQUIRE_MODEL") == "1":
+            pytest.fail(message)
+        pytest.skip(message)
+    return paths.SHIPPED_MODEL
+
+
+def find_model(name: str) -> Path:
+    return shipped_model() if name == "shipped" else generated(name)
+
+
+@pytest.fixture(params=["shipped", *GENERATED])
+def model(request) -> Path:
+    """The shipped model, and a generated one of each type."""
+    return find_model(request.param)
+
+
+@pytest.fixture(params=["shipped", "Q4_K"])
+def model_of_two(request) -> Path:
+    """The shipped model and one generated one, for tests where the type does not matter."""
+    return find_model(request.param)
+
+
+@pytest.fixture(scope="session")
+def probe(tmp_path_factory) -> Probe:
+    return Probe(tmp_path_factory.mktemp("probe"))
+
+
+@pytest.fixture
+def rpc_endpoint(tmp_path):
+    """An ggml-rpc-server with a CPU device; it serves one client process at a time."""
+    port = free_port()
+    command = [paths.STOCK_BIN / "ggml-rpc-server", "-H", "127.0.0.1", "-p", port, "-d", "CPU", "-t", 1]
+    with process(command, tmp_path / "rpc-server.log", stock_environment()):
+        wait_for("the RPC server listens", functools.partial(listens, port), timeout_s=20)
+        yield f"127.0.0.1:{port}"
+
+
+@pytest.fixture(params=["cpu", "rpc"])
+def placement(request) -> dict:
+    """Options of moe-probe: where the dense layers are. Experts stay on the CPU side."""
+    if request.param == "cpu":
+        return {}
+    return {"rpc": request.getfixturevalue("rpc_endpoint"), "n_gpu_layers": 99}

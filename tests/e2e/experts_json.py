@@ -1,0 +1,104 @@
+"""Reads a profile (experts.json) as strictly as its format page says, and answers questions about its counts."""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+SCHEMA = "llama.cpp.moe_layer_perf.v1"
+BATCH_CLASSES = ("batch_1", "batch_2_up")
+
+
+def as_counts(pairs: list) -> dict[int, int]:
+    """[[expert, count], ...], ascending neither demanded nor refused, zeros and repeats refused."""
+    counts = {expert: count for expert, count in pairs}
+    assert len(counts) == len(pairs), f"an expert is listed twice: {pairs}"
+    assert all(count > 0 for count in counts.values()), f"zeros are left out: {pairs}"
+    return counts
+
+
+def add(a: dict[int, int], b: dict[int, int]) -> dict[int, int]:
+    return {expert: a.get(expert, 0) + b.get(expert, 0) for expert in a.keys() | b.keys()}
+
+
+@dataclass
+class Profile:
+    """A profile whose inner consistency has been checked by `check`."""
+
+    raw: dict
+
+    @classmethod
+    def read(cls, path: Path) -> "Profile":
+        profile = cls(json.loads(path.read_text()))
+        profile.check()
+        return profile
+
+    @property
+    def layer_calls(self) -> int:
+        return self.raw["summary"]["layer_calls"]
+
+    @property
+    def n_expert_used(self) -> int:
+        return self.raw["n_expert_used"]
+
+    @property
+    def layers(self) -> list[int]:
+        return [layer["layer"] for layer in self.raw["layers"]]
+
+    @property
+    def n_requests(self) -> dict[int, int]:
+        """(token, expert) pairs that each layer saw."""
+        return {layer["layer"]: sum(as_counts(layer["experts"]).values()) for layer in self.raw["layers"]}
+
+    @property
+    def n_rows(self) -> dict[int, int]:
+        """Tokens that each layer saw."""
+        for layer, n in self.n_requests.items():
+            assert n % self.n_expert_used == 0, f"layer {layer}: {n} requests, {self.n_expert_used} per token"
+        return {layer: n // self.n_expert_used for layer, n in self.n_requests.items()}
+
+    @property
+    def by_batch_size(self) -> dict[int, dict]:
+        """{layer: {"batch_1": {"calls": n, "experts": {expert: count}}, "batch_2_up": ...}}, empty classes left out"""
+        return {
+            layer["layer"]: {
+                name: {"calls": layer[name]["calls"], "experts": as_counts(layer[name]["experts"])}
+                for name in BATCH_CLASSES
+                if layer[name]["calls"]
+            }
+            for layer in self.raw["moe_hot"]["layers"]
+        }
+
+    def check(self) -> None:
+        raw = self.raw
+        assert raw["schema"] == SCHEMA
+        assert raw["enabled"] is True
+        assert raw["mode"] == "full"
+        assert raw["overflow_resets"] == 0
+        assert raw["updates"] >= 0
+        assert raw["summary"]["layer_calls"] == sum(layer["calls"] for layer in raw["layers"])
+        assert raw["summary"]["hot_slot_ratio"] == 0.0
+        assert re.fullmatch("[0-9a-f]+", raw["model"]["fingerprint"])
+        assert raw["moe_hot"]["format"] == 1
+        assert raw["moe_hot"]["min_batch_stock"] == 32
+        assert [layer["layer"] for layer in raw["moe_hot"]["layers"]] == self.layers
+        for layer, ours in zip(raw["layers"], raw["moe_hot"]["layers"], strict=True):
+            self._check_layer(layer, ours)
+
+    def _check_layer(self, layer: dict, ours: dict) -> None:
+        experts = as_counts(layer["experts"])
+        n_requests = sum(experts.values())
+        assert all(0 <= expert < self.raw["n_expert"] for expert in experts)
+        assert as_counts(layer["cold_experts"]) == experts
+        assert layer["hot_experts"] == []
+        assert layer["cold_slots_total"] == n_requests
+        assert layer["hot_slots_total"] == 0
+        assert layer["hot_slot_ratio"] == layer["hot_slots_per_call"] == 0.0
+        assert abs(layer["cold_slots_per_call"] * layer["calls"] - n_requests) < 0.01 * max(layer["calls"], 1)
+        assert ours["n_expert"] == self.raw["n_expert"]
+        assert ours["n_expert_used"] == self.raw["n_expert_used"]
+        assert re.fullmatch("[0-9a-f]+", ours["fingerprint"])
+        one, more = (as_counts(ours[name]["experts"]) for name in BATCH_CLASSES)
+        assert add(one, more) == experts
+        assert ours["batch_1"]["calls"] + ours["batch_2_up"]["calls"] == layer["calls"]
+        assert sum(one.values()) == ours["batch_1"]["calls"] * self.n_expert_used

@@ -1,0 +1,69 @@
+"""Loading the plugin without any of our options changes neither stock's answer (repacking included) nor its speed."""
+
+import math
+import statistics
+
+import pytest
+
+from models import generated
+from probe import assert_same_answer, decode, differ, greedy
+from test_equality import CHANGING_BATCHES
+
+N_PAIRS = 30
+LEAST_SPEED_RATIO = 0.90
+PROMPT_AND_DECODE = [decode(128, "last"), decode(128, "last"), decode(128, "last"), greedy(200)]
+
+
+@pytest.mark.parametrize("variant", ["Q4_0", "Q4_K", "F16"])
+@pytest.mark.parametrize("load_mode", ["mmap", "none"])
+def test_the_answer_is_stocks(probe, variant, load_mode):
+    model = generated(variant)
+    stock = probe.stock(model, CHANGING_BATCHES, repack=True, load_mode=load_mode)
+    ours = probe.inert(model, CHANGING_BATCHES, repack=True, load_mode=load_mode)
+    assert_same_answer(stock, ours)
+    if variant != "F16":  # stock does repack these, so the plugin has not taken them
+        assert differ(stock, probe.stock(model, CHANGING_BATCHES, load_mode=load_mode))
+
+
+def test_the_plugin_takes_nothing_and_writes_nothing(probe):
+    ours = probe.inert(generated("Q4_0"), CHANGING_BATCHES, repack=True)
+    assert "MoEHot model buffer size" not in ours.log
+    assert {path.name for path in ours.folder.iterdir()} == {"run.json", "log", "log.out", "result.json", "logits.bin"}
+
+
+def prompt_time_us(result) -> float:
+    return min(batch["microseconds"] for batch in result.batches if batch["n_tokens"] > 1)
+
+
+def token_time_us(result) -> float:
+    return statistics.median(batch["microseconds"] for batch in result.batches if batch["n_tokens"] == 1)
+
+
+def median_interval(values: list[float]) -> tuple[float, float]:
+    """95 % interval of the median, from order statistics (no assumption on the distribution)."""
+    n = len(values)
+    tail, rank = 0.0, 0
+    while tail + math.comb(n, rank) / 2**n <= 0.025:
+        tail += math.comb(n, rank) / 2**n
+        rank += 1
+    ordered = sorted(values)
+    return ordered[rank - 1], ordered[n - rank]
+
+
+def test_the_speed_is_stocks(probe, capsys):
+    """Alternated pairs of runs; the 95 % interval of the median ratio, in decode and in prompt processing."""
+    model = generated("Q4_K")
+    pairs = []
+    for pair in range(N_PAIRS):
+        order = (probe.stock_again, probe.inert) if pair % 2 == 0 else (probe.inert, probe.stock_again)
+        results = {run: run(model, PROMPT_AND_DECODE, repack=True, n_threads=1) for run in order}
+        pairs.append((results[probe.stock_again], results[probe.inert]))
+    for what, time_us in (("decode", token_time_us), ("prompt", prompt_time_us)):
+        ratios = [time_us(stock) / time_us(ours) for stock, ours in pairs]
+        low, high = median_interval(ratios)
+        with capsys.disabled():
+            print(
+                f"\n{what} speed, plugin loaded / stock: median {statistics.median(ratios):.3f}, "
+                f"95 % interval {low:.3f} to {high:.3f}, {N_PAIRS} pairs"
+            )
+        assert low >= LEAST_SPEED_RATIO, what

@@ -1,0 +1,417 @@
+// moe-probe RUN.json OUT_DIR: loads a model as RUN.json says, runs its steps and writes OUT_DIR/result.json
+// (devices, token ids, durations, expert counts) and OUT_DIR/logits.bin (every logit asked for, raw f32, in
+// the order of the steps), so that two runs can be compared byte for byte. It knows llama.cpp's public API
+// only, nothing of the plugin, which comes in by GGML_BACKEND_PATH. Exit code: 2 bad input, 1 failed run.
+//
+// RUN.json (all but "model" and "steps" may be left out):
+//   {"model": PATH, "load_mode": "mmap" | "none", "n_gpu_layers": 0, "rpc": "127.0.0.1:PORT", "cpu_moe": true,
+//    "repack": false, "contexts": 1, "n_ctx": 1024, "n_ubatch": 512, "n_seq": 1, "kv_unified": true,
+//    "n_threads": 2, "count_experts": false, "steps": [STEP, ...]}
+// STEP, on context "context" (0):
+//   {"op": "decode", "sequences": [{"id": 0, "tokens": [...]}, ...], "outputs": "all" | "last" | "none"}
+//   {"op": "greedy", "sequences": [0, ...], "n": 16}         n batches of one token per sequence
+//   {"op": "threads", "threads": [[STEP, ...], ...]}         one thread per list; lists share no context
+
+#include "ggml-backend.h"
+#include "llama.h"
+
+#include "nlohmann/json.hpp"
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <future>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+using json = nlohmann::json;
+
+namespace {
+
+constexpr int OP_OFFLOAD_MIN_BATCH = 32;  // ggml's default threshold: larger batches are not the plugin's
+
+struct BadInput : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
+// ---- expert counts, taken from the tensors named ffn_moe_topk-<layer> ----
+
+class ExpertCounter {
+public:
+    // ids: [n_expert_used, n_rows], i32, rows nb[1] bytes apart (a view of an argsort)
+    void count(const ggml_tensor * ids) {
+        const int64_t n_used = ids->ne[0];
+        const int64_t n_rows = ids->ne[1];
+        if (n_rows == 0) {
+            return;
+        }
+        const int layer = std::stoi(ids->name + strlen(PREFIX));
+        std::vector<int32_t> row(n_used);
+        std::lock_guard<std::mutex> lock(mutex);
+        Counts & counts = layers[layer][batch_class(n_rows)];
+        counts.calls++;
+        for (int64_t r = 0; r < n_rows; r++) {
+            ggml_backend_tensor_get(ids, row.data(), r * ids->nb[1], n_used * sizeof(int32_t));
+            for (int32_t expert : row) {
+                counts.experts[expert]++;
+            }
+        }
+    }
+
+    // {"<layer>": {"batch_1": {"calls": n, "experts": [[id, count], ...]}, "batch_2_up": .., "stock": ..}}
+    json to_json() const {
+        json out = json::object();
+        for (const auto & [layer, classes] : layers) {
+            for (const auto & [name, counts] : classes) {
+                json experts = json::array();
+                for (const auto & [expert, count] : counts.experts) {
+                    experts.push_back({expert, count});
+                }
+                out[std::to_string(layer)][name] = {{"calls", counts.calls}, {"experts", experts}};
+            }
+        }
+        return out;
+    }
+
+    static bool wants(const ggml_tensor * t) { return strncmp(t->name, PREFIX, strlen(PREFIX)) == 0; }
+
+    static bool callback(ggml_tensor * t, bool ask, void * self) {
+        if (ask) {
+            return wants(t);
+        }
+        static_cast<ExpertCounter *>(self)->count(t);
+        return true;
+    }
+
+private:
+    static constexpr const char * PREFIX = "ffn_moe_topk-";
+
+    struct Counts {
+        int64_t calls = 0;
+        std::map<int32_t, int64_t> experts;
+    };
+
+    static const char * batch_class(int64_t n_rows) {
+        if (n_rows == 1) {
+            return "batch_1";
+        }
+        return n_rows < OP_OFFLOAD_MIN_BATCH ? "batch_2_up" : "stock";
+    }
+
+    std::mutex mutex;
+    std::map<int, std::map<std::string, Counts>> layers;
+};
+
+// ---- loading ----
+
+struct ModelFree {
+    void operator()(llama_model * m) const { llama_model_free(m); }
+};
+struct ContextFree {
+    void operator()(llama_context * c) const { llama_free(c); }
+};
+using ModelPtr   = std::unique_ptr<llama_model, ModelFree>;
+using ContextPtr = std::unique_ptr<llama_context, ContextFree>;
+
+// Registers the server's devices and returns them, NULL-terminated.
+std::vector<ggml_backend_dev_t> rpc_devices(const std::string & endpoint) {
+    ggml_backend_reg_t rpc = ggml_backend_reg_by_name("RPC");
+    if (!rpc) {
+        throw std::runtime_error("the RPC backend is not in " STOCK_BIN);
+    }
+    using add_server_t = ggml_backend_reg_t (*)(const char *);
+    auto add_server = (add_server_t) ggml_backend_reg_get_proc_address(rpc, "ggml_backend_rpc_add_server");
+    ggml_backend_reg_t server = add_server(endpoint.c_str());
+    if (!server || ggml_backend_reg_dev_count(server) == 0) {
+        throw std::runtime_error("no device at rpc endpoint " + endpoint);
+    }
+    ggml_backend_register(server);
+    std::vector<ggml_backend_dev_t> devices;
+    for (size_t i = 0; i < ggml_backend_reg_dev_count(server); i++) {
+        devices.push_back(ggml_backend_reg_dev_get(server, i));
+    }
+    devices.push_back(nullptr);
+    return devices;
+}
+
+ModelPtr load_model(const json & run) {
+    std::vector<ggml_backend_dev_t> devices = {nullptr};
+    if (run.contains("rpc")) {
+        devices = rpc_devices(run.at("rpc"));
+    }
+    // the pattern and the buffer type of --cpu-moe (common/common.h)
+    const llama_model_tensor_buft_override cpu_moe[] = {
+        {"\\.ffn_(up|down|gate|gate_up)_(ch|)exps", ggml_backend_cpu_buffer_type()}, {nullptr, nullptr}};
+
+    const std::string load_mode = run.value("load_mode", "mmap");
+    if (load_mode != "mmap" && load_mode != "none") {
+        throw BadInput("load_mode is \"" + load_mode + "\", not \"mmap\" or \"none\"");
+    }
+    llama_model_params params    = llama_model_default_params();
+    params.devices               = devices.data();
+    params.n_gpu_layers          = run.value("n_gpu_layers", 0);
+    params.load_mode             = load_mode == "mmap" ? LLAMA_LOAD_MODE_MMAP : LLAMA_LOAD_MODE_NONE;
+    params.tensor_buft_overrides = run.value("cpu_moe", true) ? cpu_moe : nullptr;
+    params.use_extra_bufts       = run.value("repack", false);
+
+    const std::string path = run.at("model");
+    if (!std::filesystem::exists(path)) {
+        throw BadInput("no model file " + path);
+    }
+    ModelPtr model(llama_model_load_from_file(path.c_str(), params));
+    if (!model) {
+        throw std::runtime_error("cannot load " + path);
+    }
+    return model;
+}
+
+ContextPtr make_context(llama_model * model, const json & run, ExpertCounter * counter) {
+    llama_context_params params = llama_context_default_params();
+    params.n_ctx                = run.value("n_ctx", 1024);
+    params.n_batch              = params.n_ctx;
+    params.n_ubatch             = run.value("n_ubatch", 512);
+    params.n_seq_max            = run.value("n_seq", 1);
+    params.kv_unified           = run.value("kv_unified", true);
+    params.n_threads            = run.value("n_threads", 2);
+    params.n_threads_batch      = params.n_threads;
+    if (counter) {
+        params.cb_eval           = ExpertCounter::callback;
+        params.cb_eval_user_data = counter;
+    }
+    ContextPtr context(llama_init_from_model(model, params));
+    if (!context) {
+        throw std::runtime_error("cannot create a context");
+    }
+    return context;
+}
+
+// ---- steps ----
+
+// A context and, per sequence, where it stands.
+struct Session {
+    struct Sequence {
+        llama_pos n_past = 0;
+        llama_token next = LLAMA_TOKEN_NULL;  // argmax after the last output
+    };
+
+    ContextPtr context;
+    std::map<llama_seq_id, Sequence> sequences;
+};
+
+// What a step leaves: one record per decoded batch, and the logits in the same order.
+struct Output {
+    json batches = json::array();
+    std::vector<float> logits;
+
+    void append(const Output & other) {
+        batches.insert(batches.end(), other.batches.begin(), other.batches.end());
+        logits.insert(logits.end(), other.logits.begin(), other.logits.end());
+    }
+};
+
+struct SequenceTokens {
+    llama_seq_id id;
+    std::vector<llama_token> tokens;
+};
+
+class BatchPtr {
+public:
+    explicit BatchPtr(int32_t n_tokens) : batch(llama_batch_init(n_tokens, 0, 1)) {}
+    ~BatchPtr() { llama_batch_free(batch); }
+    BatchPtr(const BatchPtr &) = delete;
+    BatchPtr & operator=(const BatchPtr &) = delete;
+
+    void add(llama_token token, llama_pos pos, llama_seq_id seq, bool output) {
+        const int32_t i       = batch.n_tokens++;
+        batch.token[i]        = token;
+        batch.pos[i]          = pos;
+        batch.n_seq_id[i]     = 1;
+        batch.seq_id[i][0]    = seq;
+        batch.logits[i]       = output;
+    }
+
+    llama_batch batch;
+};
+
+// Decodes one batch that holds all given tokens; outputs: "all", "last" of each sequence, or "none".
+Output decode(Session & session, const std::vector<SequenceTokens> & input, const std::string & outputs) {
+    size_t n_tokens = 0;
+    for (const auto & sequence : input) {
+        n_tokens += sequence.tokens.size();
+    }
+    BatchPtr batch(n_tokens);
+    for (const auto & [id, tokens] : input) {
+        Session::Sequence & sequence = session.sequences[id];
+        for (size_t i = 0; i < tokens.size(); i++) {
+            const bool output = outputs == "all" || (outputs == "last" && i + 1 == tokens.size());
+            batch.add(tokens[i], sequence.n_past++, id, output);
+        }
+    }
+
+    const auto start = std::chrono::steady_clock::now();
+    const int status = llama_decode(session.context.get(), batch.batch);
+    llama_synchronize(session.context.get());
+    const auto end = std::chrono::steady_clock::now();
+    if (status != 0) {
+        throw std::runtime_error("llama_decode returned " + std::to_string(status));
+    }
+
+    const llama_model * model = llama_get_model(session.context.get());
+    const int32_t n_vocab     = llama_vocab_n_tokens(llama_model_get_vocab(model));
+    Output out;
+    json next = json::array();
+    for (int32_t i = 0; i < batch.batch.n_tokens; i++) {
+        if (!batch.batch.logits[i]) {
+            continue;
+        }
+        const float * row       = llama_get_logits_ith(session.context.get(), i);
+        const llama_token token = std::max_element(row, row + n_vocab) - row;
+        session.sequences[batch.batch.seq_id[i][0]].next = token;
+        next.push_back(token);
+        out.logits.insert(out.logits.end(), row, row + n_vocab);
+    }
+    const auto us = std::chrono::duration_cast<std::chrono::microseconds>(end - start).count();
+    out.batches.push_back({{"n_tokens", n_tokens}, {"next", next}, {"microseconds", us}});
+    return out;
+}
+
+Output greedy(Session & session, const std::vector<llama_seq_id> & ids, int n) {
+    Output out;
+    for (int i = 0; i < n; i++) {
+        std::vector<SequenceTokens> input;
+        for (llama_seq_id id : ids) {
+            if (session.sequences[id].next == LLAMA_TOKEN_NULL) {
+                throw BadInput("greedy on sequence " + std::to_string(id) + ", which has no output yet");
+            }
+            input.push_back({id, {session.sequences[id].next}});
+        }
+        out.append(decode(session, input, "last"));
+    }
+    return out;
+}
+
+Output run_steps(std::vector<Session> & sessions, const json & steps);
+
+// One thread per list of steps; outputs are joined in the order of the lists.
+Output run_threads(std::vector<Session> & sessions, const json & lists) {
+    std::vector<std::future<Output>> threads;
+    for (const json & steps : lists) {
+        threads.push_back(std::async(std::launch::async, [&sessions, &steps] { return run_steps(sessions, steps); }));
+    }
+    Output out;
+    for (auto & thread : threads) {
+        out.append(thread.get());
+    }
+    return out;
+}
+
+Output run_step(std::vector<Session> & sessions, const json & step) {
+    const std::string op = step.at("op");
+    if (op == "threads") {
+        return run_threads(sessions, step.at("threads"));
+    }
+    const size_t context = step.value("context", 0);
+    if (context >= sessions.size()) {
+        throw BadInput("step uses context " + std::to_string(context) + " of " + std::to_string(sessions.size()));
+    }
+    Session & session = sessions[context];
+    if (op == "greedy") {
+        return greedy(session, step.at("sequences"), step.at("n"));
+    }
+    if (op == "decode") {
+        std::vector<SequenceTokens> input;
+        for (const json & sequence : step.at("sequences")) {
+            input.push_back({sequence.at("id"), sequence.at("tokens")});
+        }
+        return decode(session, input, step.value("outputs", "all"));
+    }
+    throw BadInput("unknown op \"" + op + "\"");
+}
+
+Output run_steps(std::vector<Session> & sessions, const json & steps) {
+    Output out;
+    for (const json & step : steps) {
+        out.append(run_step(sessions, step));
+    }
+    return out;
+}
+
+// ---- the program ----
+
+json read_json(const std::string & path) {
+    std::ifstream file(path);
+    if (!file) {
+        throw BadInput("cannot read " + path);
+    }
+    return json::parse(file);
+}
+
+json device_names() {
+    json names = json::array();
+    for (size_t i = 0; i < ggml_backend_dev_count(); i++) {
+        names.push_back(ggml_backend_dev_name(ggml_backend_dev_get(i)));
+    }
+    return names;
+}
+
+void write_file(const std::filesystem::path & path, const char * data, size_t size) {
+    std::ofstream file(path, std::ios::binary);
+    file.write(data, size);
+    if (!file.flush()) {
+        throw std::runtime_error("cannot write " + path.string());
+    }
+}
+
+void run(const json & run, const std::filesystem::path & out_dir) {
+    ExpertCounter counter;
+    const bool count_experts = run.value("count_experts", false);
+
+    ModelPtr model = load_model(run);
+    std::vector<Session> sessions(run.value("contexts", 1));
+    for (Session & session : sessions) {
+        session.context = make_context(model.get(), run, count_experts ? &counter : nullptr);
+    }
+    const Output output = run_steps(sessions, run.at("steps"));
+
+    json result = {{"devices", device_names()}, {"batches", output.batches}};
+    if (count_experts) {
+        result["expert_counts"] = counter.to_json();
+    }
+    const std::string text = result.dump();
+    write_file(out_dir / "result.json", text.data(), text.size());
+    write_file(out_dir / "logits.bin", (const char *) output.logits.data(), output.logits.size() * sizeof(float));
+}
+
+}  // namespace
+
+int main(int argc, char ** argv) {
+    if (argc != 3) {
+        fprintf(stderr, "usage: moe-probe RUN.json OUT_DIR\n");
+        return 2;
+    }
+    ggml_backend_load_all_from_path(STOCK_BIN);
+    llama_backend_init();
+    try {
+        const json config = read_json(argv[1]);
+        std::filesystem::create_directories(argv[2]);
+        run(config, argv[2]);
+    } catch (const json::exception & e) {
+        fprintf(stderr, "moe-probe: %s: %s\n", argv[1], e.what());
+        return 2;
+    } catch (const BadInput & e) {
+        fprintf(stderr, "moe-probe: %s: %s\n", argv[1], e.what());
+        return 2;
+    } catch (const std::exception & e) {
+        fprintf(stderr, "moe-probe: %s\n", e.what());
+        return 1;
+    }
+    llama_backend_free();
+    return 0;
+}
