@@ -1,5 +1,45 @@
-//! The `moe-hot` command.
-/// Runs it.
-pub fn main() -> std::process::ExitCode {
-    std::process::ExitCode::SUCCESS
+//! The `moe-hot` command: takes our flags out of a llama.cpp command line and starts the program with the plugin.
+//!
+//! Bad input ends with exit code 2, a failure with 1, each with one line that says what was expected.
+
+mod flags;
+mod launch;
+mod program;
+
+use clap::{Parser, Subcommand};
+use std::ffi::OsString;
+use std::process::ExitCode;
+
+/// Runs a llama.cpp program with the moe-hot plugin.
+#[derive(Parser)]
+#[command(name = "moe-hot", version, about, override_usage = "moe-hot PROGRAM [ARGS…]", after_help = flags::help())]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Any llama.cpp program, by name or path, with its own arguments.
+    #[command(external_subcommand)]
+    Program(Vec<OsString>),
+}
+
+/// Why the command ends.
+enum Failure {
+    /// The user can mend it by typing something else.
+    Input(anyhow::Error),
+    /// Something that should work did not.
+    Internal(anyhow::Error),
+}
+
+/// What the command does; the exit code says how it went.
+pub fn main() -> ExitCode {
+    let Command::Program(command) = Cli::parse().command;
+    let (code, error) = match launch::launch(command) {
+        Failure::Input(error) => (2, error),
+        Failure::Internal(error) => (1, error),
+    };
+    eprintln!("moe-hot: {error:#}");
+    ExitCode::from(code)
 }

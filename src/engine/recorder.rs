@@ -2,7 +2,6 @@
 
 use super::engine;
 use super::model::{Destination, Model};
-use crate::Error;
 use crate::config::Config;
 use crate::ggml::{Level, log};
 use crate::routing::Profile;
@@ -91,7 +90,7 @@ fn settle(asked: &Path, model: &Model) -> Destination {
         if taken.contains(&file) {
             continue;
         }
-        match occupant(&candidate) {
+        match Profile::read_if_any(&candidate) {
             Ok(None) => chosen = file,
             Ok(Some(profile)) if profile.model.as_ref().is_some_and(|other| other.is_same_model(&id)) => chosen = file,
             Ok(Some(_)) => continue,
@@ -122,19 +121,6 @@ fn beside(asked: &Path, tag: &str, n: usize) -> PathBuf {
     asked.with_file_name(format!("{stem}-{tag}{number}{extension}"))
 }
 
-/// The profile that a path holds now; `None` if the path is free or empty. Anything else there is an error.
-pub fn occupant(path: &Path) -> Result<Option<Profile>, Error> {
-    let not = |reason: &str| Error::NotAProfile { path: path.into(), reason: reason.into() };
-    match std::fs::metadata(path) {
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
-        Err(source) => Err(Error::Io { path: path.into(), action: "cannot look at it", source }),
-        Ok(meta) if meta.is_dir() => Err(not("it is a folder")),
-        Ok(meta) if !meta.is_file() => Err(not("it is not a regular file")),
-        Ok(meta) if meta.len() == 0 => Ok(None),
-        Ok(_) => Profile::read(path).map(Some),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -144,18 +130,5 @@ mod tests {
         assert_eq!(beside(Path::new("/p/experts.json"), "ab12", 1), Path::new("/p/experts-ab12.json"));
         assert_eq!(beside(Path::new("/p/experts.json"), "ab12", 2), Path::new("/p/experts-ab12-2.json"));
         assert_eq!(beside(Path::new("/p/experts"), "ab12", 1), Path::new("/p/experts-ab12"));
-    }
-
-    #[test]
-    fn only_nothing_an_empty_file_or_a_profile_may_be_replaced() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("file");
-        assert!(occupant(&path).unwrap().is_none());
-        std::fs::write(&path, "").unwrap();
-        assert!(occupant(&path).unwrap().is_none());
-        std::fs::write(&path, "GGUF....").unwrap();
-        assert!(occupant(&path).is_err());
-        assert!(occupant(folder.path()).unwrap_err().to_string().contains("folder"));
-        assert!(occupant(Path::new("/dev/null")).unwrap_err().to_string().contains("regular"));
     }
 }

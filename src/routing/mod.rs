@@ -7,4 +7,4 @@ mod profile;
 
 pub use counts::{BatchKind, LayerCounts, check_ids};
 pub use fingerprint::{TensorId, combine as combine_fingerprints};
-pub use profile::{BatchCounts, LayerPerf, LayerRecord, ModelId, MoeHot, Profile, SCHEMA, Summary};
+pub use profile::{BatchCounts, LayerPerf, LayerRecord, ModelId, MoeHot, Profile, SCHEMA, Summary, folder_of};

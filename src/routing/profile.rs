@@ -6,7 +6,7 @@ use crate::{Error, Result};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fs::{self, File, Permissions};
-use std::io::Read;
+use std::io::{self, Read};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
@@ -197,6 +197,21 @@ impl Profile {
         Ok(profile)
     }
 
+    /// The profile that a path holds now; `None` if nothing or an empty file is there.
+    ///
+    /// Fails where something else is: that is not ours to replace.
+    pub fn read_if_any(path: &Path) -> Result<Option<Self>> {
+        let not = |reason: &str| Error::NotAProfile { path: path.into(), reason: reason.into() };
+        match fs::metadata(path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(source) => Err(Error::Io { path: path.into(), action: "cannot look at it", source }),
+            Ok(meta) if meta.is_dir() => Err(not("it is a folder")),
+            Ok(meta) if !meta.is_file() => Err(not("it is not a regular file")),
+            Ok(meta) if meta.len() == 0 => Ok(None),
+            Ok(_) => Self::read(path).map(Some),
+        }
+    }
+
     /// Writes the profile so that at any moment the path holds the old file or the new one, whole.
     pub fn write(&self, path: &Path) -> Result<()> {
         let target = fs::canonicalize(path).unwrap_or_else(|_| path.into());
@@ -272,6 +287,19 @@ mod tests {
         fs::write(&path, text).unwrap();
         let profile = Profile::read(&path).unwrap();
         assert_eq!((profile.layers[0].layer, &profile.layers[0].experts[..]), (3, &[(5, 9)][..]));
+    }
+
+    #[test]
+    fn only_nothing_an_empty_file_or_a_profile_may_be_replaced() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("file");
+        assert!(Profile::read_if_any(&path).unwrap().is_none());
+        fs::write(&path, "").unwrap();
+        assert!(Profile::read_if_any(&path).unwrap().is_none());
+        fs::write(&path, "GGUF....").unwrap();
+        assert!(Profile::read_if_any(&path).is_err());
+        assert!(Profile::read_if_any(folder.path()).unwrap_err().to_string().contains("folder"));
+        assert!(Profile::read_if_any(Path::new("/dev/null")).unwrap_err().to_string().contains("regular"));
     }
 
     #[test]

@@ -25,7 +25,11 @@ class Result:
     expert_counts: dict = field(repr=False)  # {layer: {batch class: {"calls", "experts"}}}, when asked for
     log: str = field(repr=False)
     folder: Path
-    profile: Profile | None = None  # what the plugin recorded, when it was asked to
+    out_file: Path | None = None  # where the plugin was asked to record
+
+    @property
+    def profile(self) -> Profile:
+        return Profile.read(self.out_file)
 
     @property
     def tokens(self) -> list:
@@ -74,13 +78,13 @@ class Probe:
         assert DEVICE not in result.devices
         return result
 
-    def recording(self, model: Path, steps: list, **options) -> Result:
+    def recording(self, model: Path, steps: list, out_file: Path | None = None, **options) -> Result:
         """With the plugin, which records its routing and so takes the experts."""
-        out_file = self.folder / f"experts-{self.n_runs}.json"
+        out_file = out_file or self.folder / f"experts-{self.n_runs}.json"
         environment = stock_environment(GGML_BACKEND_PATH=str(PLUGIN), LLAMA_ARG_MOE_LAYER_PERF_OUT=str(out_file))
         result = self._run({"model": str(model), "steps": steps, **options}, environment)
         assert DEVICE in result.devices
-        result.profile = Profile.read(out_file)
+        result.out_file = out_file
         return result
 
     def inert(self, model: Path, steps: list, **options) -> Result:
@@ -99,7 +103,9 @@ class Probe:
         run([PROBE, folder / "run.json", folder], log, environment)
         result = json.loads((folder / "result.json").read_text())
         logits = (folder / "logits.bin").read_bytes()
-        return Result(result["batches"], logits, result["devices"], result.get("expert_counts", {}), log.read_text(), folder)
+        return Result(
+            result["batches"], logits, result["devices"], result.get("expert_counts", {}), log.read_text(), folder
+        )
 
 
 def assert_same_answer(stock: Result, ours: Result) -> None:

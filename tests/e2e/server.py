@@ -19,7 +19,7 @@ REQUEST_TIMEOUT_S = 60
 STOP_TIMEOUT_S = 20
 N_SEQUENCES = 4
 
-# The warm-up asks every expert once; without it the counts are those of the requests.
+# The warm-up is a batch of two tokens that no HTTP request accounts for.
 COMMON_ARGUMENTS = ["--no-repack", "--no-warmup", "-t", 2, "-c", 8192, "-np", N_SEQUENCES]
 
 
@@ -33,6 +33,10 @@ class Answer:
     def n_decoded(self) -> int:
         """Tokens computed after the prompt: the last one predicted is never fed back."""
         return self.n_predicted - 1
+
+
+# At its start llama-server decodes two tokens, one output, to learn whether the cache can be cut.
+START_UP = Answer("", n_prompt=2, n_predicted=1)
 
 
 class Server:

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from experts_json import Profile
+from models import generated
+from probe import assert_same_answer, decode
 from processes import POLL_S, wait_for
-from server import recording_server
+from server import START_UP, recording_server
 
 LEAST_S_BETWEEN_WRITES = 0.9
 WRITTEN_WITHIN_S = 15
@@ -85,7 +87,7 @@ def test_written_while_running_but_not_often(model_of_two, tmp_path, out_file):
 def test_not_written_while_idle(model_of_two, tmp_path, out_file):
     with recording_server(model_of_two, tmp_path, out_file) as server:
         answer = server.complete([1, 2, 3], 20)
-        n_rows = answer.n_prompt + answer.n_decoded
+        n_rows = START_UP.n_prompt + answer.n_prompt + answer.n_decoded
         wait_for(
             "the profile is up to date",
             lambda: out_file.exists() and Profile.read(out_file).n_rows[0] == n_rows,
@@ -109,9 +111,29 @@ def test_a_kill_leaves_a_whole_file(model_of_two, tmp_path, out_file):
     assert Profile.read(out_file).layer_calls > before
 
 
-def test_the_file_of_an_earlier_run_is_replaced(model_of_two, tmp_path, out_file):
-    out_file.write_text("what an earlier program left")
-    with recording_server(model_of_two, tmp_path, out_file) as server:
-        answer = server.complete([1, 2, 3], 5)
-        server.stop()
-    assert Profile.read(out_file).n_rows[0] == answer.n_prompt + answer.n_decoded
+def test_the_same_models_earlier_profile_is_replaced(probe, model_of_two, out_file):
+    probe.recording(model_of_two, [decode(9)], out_file)
+    again = probe.recording(model_of_two, [decode(5)], out_file)
+    assert again.profile.n_rows[0] == 5
+    assert list(out_file.parent.iterdir()) == [out_file]
+
+
+def test_another_models_profile_stays(probe, out_file):
+    first = probe.recording(generated("Q4_K"), [decode(9)], out_file)
+    kept = out_file.read_bytes()
+    probe.recording(generated("F16"), [decode(5)], out_file)
+    assert out_file.read_bytes() == kept
+    (beside,) = set(out_file.parent.iterdir()) - {out_file}
+    assert Profile.read(beside).n_rows[0] == 5
+    assert Profile.read(beside).raw["model"] != first.profile.raw["model"]
+
+
+def test_a_file_that_is_no_profile_stays(probe, out_file):
+    """Refused with one line; the answer is stock's all the same."""
+    out_file.write_text("what somebody else wrote")
+    ours = probe.recording(generated("Q4_K"), [decode(9)], out_file)
+    assert_same_answer(probe.stock(generated("Q4_K"), [decode(9)]), ours)
+    assert out_file.read_text() == "what somebody else wrote"
+    assert list(out_file.parent.iterdir()) == [out_file]
+    warnings = [line for line in ours.log.splitlines() if line.startswith("moe-hot:") and str(out_file) in line]
+    assert any("not replaced" in line for line in warnings)

@@ -1,7 +1,6 @@
 """Other programs of llama.cpp through the launcher: they work as ever, and leave a profile when asked to."""
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -12,6 +11,8 @@ from processes import run, stock_environment
 
 TEXT = "What a layer asks for differs by kind of text: prose, programs, pages of a manual. " * 6
 GENERATE = ["-no-cnv", "--temp", 0, "-n", 120, "-t", 2, "--no-warmup", "-p", "Once upon a time"]
+LEAST_TEXT = 80  # bytes of 120 and more
+LEAST_CHUNKS = 4  # of 7
 
 
 def stock_program(name: str, *arguments, folder, log: str) -> str:
@@ -20,6 +21,13 @@ def stock_program(name: str, *arguments, folder, log: str) -> str:
 
 def launched(*arguments, folder, log: str) -> str:
     return run([paths.LAUNCHER, *arguments], folder / log, stock_environment())
+
+
+def assert_same_text(stock: str, ours: str) -> None:
+    """Equal as far as both go: at its exit, stock llama.cpp may lose the last lines that its log thread holds."""
+    length = min(len(stock), len(ours))
+    assert length >= LEAST_TEXT
+    assert ours[:length] == stock[:length]
 
 
 def assert_recorded(out_file) -> None:
@@ -41,20 +49,21 @@ def test_llama_completion(model_of_two, tmp_path, program, flag):
     arguments = ["-m", model_of_two, "--no-repack", *GENERATE]
     stock = stock_program("llama-completion", *arguments, folder=tmp_path, log="stock.log")
     ours = launched(program, *flag(out_file), *arguments, folder=tmp_path, log="ours.log")
-    assert ours == stock
+    assert_same_text(stock, ours)
     assert_recorded(out_file)
 
 
-@pytest.mark.parametrize("variant", ["Q4_0", "Q4_K"])
-def test_llama_completion_without_our_flags(tmp_path, variant):
-    """Stock with repacking, which with these types is another text than without."""
+def test_llama_completion_without_our_flags(tmp_path):
+    """Stock with repacking, which in this model is another text than without."""
     folder = tmp_path / "launched"
     folder.mkdir()
-    arguments = ["-m", generated(variant), *GENERATE]
+    arguments = ["-m", generated("Q4_K"), *GENERATE]
     stock = stock_program("llama-completion", *arguments, folder=tmp_path, log="stock.log")
     not_repacked = stock_program("llama-completion", *arguments, "--no-repack", folder=tmp_path, log="plain.log")
     ours = launched("llama-completion", *arguments, folder=folder, log="ours.log")
-    assert ours == stock != not_repacked
+    assert_same_text(stock, ours)
+    with pytest.raises(AssertionError):
+        assert_same_text(not_repacked, ours)
     assert {path.name for path in folder.iterdir()} == {"ours.log", "ours.log.out"}, "a file nobody asked for"
 
 
@@ -71,17 +80,20 @@ def test_llama_perplexity(model_of_two, tmp_path):
     out_file, text_file = tmp_path / "experts.json", tmp_path / "text"
     text_file.write_text(TEXT)
     arguments = ["-m", model_of_two, "--no-repack", "-f", text_file, "-c", 64, "-b", 16, "-ub", 16, "-t", 2]
-    stock = stock_program("llama-perplexity", *arguments, folder=tmp_path, log="stock.log")
-    ours = launched("llama-perplexity", *as_two_words(out_file), *arguments, folder=tmp_path, log="ours.log")
-    assert printed_perplexity(ours, tmp_path / "ours.log") == printed_perplexity(stock, tmp_path / "stock.log")
+    stock_logits, our_logits = (["--save-all-logits", tmp_path / name] for name in ("stock.logits", "our.logits"))
+    stock = stock_program("llama-perplexity", *arguments, *stock_logits, folder=tmp_path, log="stock.log")
+    arguments += [*our_logits, *as_two_words(out_file)]
+    ours = launched("llama-perplexity", *arguments, folder=tmp_path, log="ours.log")
+    assert stock_logits[1].read_bytes() == our_logits[1].read_bytes()
+    both = list(zip(printed_perplexity(stock), printed_perplexity(ours)))
+    assert len(both) >= LEAST_CHUNKS
+    assert all(expected == got for expected, got in both)
     assert_recorded(out_file)
 
 
-def printed_perplexity(output: str, log: Path) -> list[str]:
-    """The value after each chunk, and the final estimate with its error."""
-    chunks = re.findall(r"\[\d+\][\d.]+", output)
-    assert chunks
-    return [*chunks, re.search(r"Final estimate: PPL = .*", log.read_text()).group()]
+def printed_perplexity(output: str) -> list[str]:
+    """The value after each chunk, as far as it was printed (see assert_same_text); the last one is the estimate."""
+    return re.findall(r"\[\d+\]([\d.]+)", output)
 
 
 def test_expert_placement_is_added_when_the_user_gave_none(tmp_path, rpc_endpoint):
@@ -90,7 +102,7 @@ def test_expert_placement_is_added_when_the_user_gave_none(tmp_path, rpc_endpoin
     arguments = ["-m", generated("Q4_K"), "--no-repack", *GENERATE, "--rpc", rpc_endpoint, "-ngl", 99]
     stock = stock_program("llama-completion", *arguments, "--cpu-moe", folder=tmp_path, log="stock.log")
     ours = launched("llama-completion", *as_two_words(out_file), *arguments, folder=tmp_path, log="ours.log")
-    assert ours == stock
+    assert_same_text(stock, ours)
     assert Profile.read(out_file).layers == [0, 1, 2]
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from experts_json import Profile
 from processes import wait_for
-from server import N_SEQUENCES, Answer, recording_server, stock_server
+from server import N_SEQUENCES, START_UP, Answer, recording_server, stock_server
 
 SHORT = "Once upon a"
 LONG = "The expert tensors of a layer stay where they are; what moves is the routing. " * 4
@@ -27,6 +27,7 @@ def out_file(tmp_path):
 
 def expected_rows(profile: Profile, answers: list[Answer]) -> dict[int, int]:
     last = profile.layers[-1]
+    answers = [START_UP, *answers]
     rows = sum((a.n_prompt if a.n_prompt < 32 else 0) + a.n_decoded for a in answers)
     return dict.fromkeys(profile.layers, rows) | {last: sum(1 + a.n_decoded for a in answers)}
 

@@ -68,9 +68,7 @@ def add_vocabulary(writer: gguf.GGUFWriter) -> None:
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)
-    writer.add_token_types(
-        [gguf.TokenType.NORMAL] * (len(tokens) - n_special) + [gguf.TokenType.CONTROL] * n_special
-    )
+    writer.add_token_types([gguf.TokenType.NORMAL] * (len(tokens) - n_special) + [gguf.TokenType.CONTROL] * n_special)
     writer.add_token_merges(["\u0120 t"])
     writer.add_bos_token_id(len(tokens) - n_special)
     writer.add_eos_token_id(len(tokens) - 1)

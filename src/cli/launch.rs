@@ -1,0 +1,80 @@
+//! Starting the program: environment, expert placement, exec.
+
+use super::program::{Program, places_experts};
+use super::{Failure, flags};
+use crate::config::PERF_OUT;
+use anyhow::{Context, Result, anyhow, ensure};
+use std::env;
+use std::ffi::OsString;
+use std::io::ErrorKind;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// The plugin's file name.
+const PLUGIN: &str = "libggml_moe_hot.so";
+/// Where llama.cpp looks for one backend from elsewhere.
+const BACKEND_PATH: &str = "GGML_BACKEND_PATH";
+/// The llama.cpp revision that the plugin is built for.
+const COMMIT: &str = env!("LLAMA_COMMIT");
+
+/// Replaces this process by the program. Returns only if that fails.
+pub fn launch(command: Vec<OsString>) -> Failure {
+    let (own_folder, plugin) = match own_files() {
+        Ok(files) => files,
+        Err(error) => return Failure::Internal(error),
+    };
+    let mut command = match prepare(command, &own_folder, &plugin) {
+        Ok(command) => command,
+        Err(error) => return Failure::Input(error),
+    };
+    let error = command.exec();
+    let is_input = matches!(error.kind(), ErrorKind::NotFound | ErrorKind::PermissionDenied);
+    let error = anyhow!(error).context(format!("{}: cannot be started", Path::new(command.get_program()).display()));
+    if is_input { Failure::Input(error) } else { Failure::Internal(error) }
+}
+
+/// The folder of this executable, and the plugin in or near it.
+fn own_files() -> Result<(PathBuf, PathBuf)> {
+    let own = env::current_exe().and_then(|path| path.canonicalize()).context("finding our own executable")?;
+    let folder = own.parent().context("finding our own folder")?.to_path_buf();
+    let candidates = [folder.join(PLUGIN), folder.join("../lib").join(PLUGIN)];
+    let plugin = candidates.iter().find(|path| path.is_file());
+    let plugin = plugin
+        .with_context(|| format!("{}: the plugin is missing; build it with scripts/setup", candidates[0].display()))?;
+    Ok((folder, plugin.clone()))
+}
+
+/// Everything that can be refused before the program starts.
+fn prepare(command: Vec<OsString>, own_folder: &Path, plugin: &Path) -> Result<Command> {
+    let mut command = command.into_iter();
+    let name = command.next().context("expected a llama.cpp program such as llama-server")?;
+    let (mut flags, args) = flags::take(command.collect())?;
+    flags.validate()?;
+    refuse_another_backend(plugin)?;
+    let program = Program::find(&name, own_folder)?;
+    program.check_revision(COMMIT)?;
+
+    let mut run = Command::new(&program.path);
+    if flags.take_experts() && !places_experts(&args, |name| env::var_os(name).is_some()) {
+        run.args(program.all_experts_on_cpu()?);
+    }
+    run.args(args).env(BACKEND_PATH, plugin);
+    if let Some(path) = &flags.perf_out {
+        run.env(PERF_OUT, path);
+    }
+    Ok(run)
+}
+
+/// llama.cpp loads one backend from elsewhere; if the user has chosen another, it is not ours to replace.
+fn refuse_another_backend(plugin: &Path) -> Result<()> {
+    let Some(other) = env::var_os(BACKEND_PATH).filter(|path| !path.is_empty()) else { return Ok(()) };
+    let is_ours =
+        Path::new(&other).canonicalize().is_ok_and(|other| plugin.canonicalize().is_ok_and(|ours| ours == other));
+    ensure!(
+        is_ours,
+        "{BACKEND_PATH} is {}; expected it unset: llama.cpp loads only one backend from there",
+        Path::new(&other).display()
+    );
+    Ok(())
+}

@@ -1,0 +1,146 @@
+//! Finding a llama.cpp program and learning what it is from its own `--version` and `--help`.
+
+use anyhow::{Context, Result, bail};
+use std::ffi::{OsStr, OsString};
+use std::io::{Read, Seek};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::Duration;
+use wait_timeout::ChildExt;
+
+/// Where `scripts/setup` builds stock llama.cpp, seen from our own executable in `target/release`.
+const STOCK: &str = "../../build/stock/bin";
+/// How long a program may take to say what it is.
+const PATIENCE: Duration = Duration::from_secs(20);
+/// Shortest abbreviation of a commit that counts as a name.
+const MIN_ABBREVIATION: usize = 7;
+
+/// A program found on this machine.
+pub struct Program {
+    pub path: PathBuf,
+}
+
+impl Program {
+    /// Finds `name`: a path as it is, a bare name beside us, in our own build of stock llama.cpp, or in PATH.
+    pub fn find(name: &OsStr, own_folder: &Path) -> Result<Self> {
+        let is_path = name.as_encoded_bytes().contains(&b'/');
+        let folders = [own_folder.to_path_buf(), own_folder.join(STOCK)];
+        let found = if is_path {
+            which::which(name).ok()
+        } else {
+            folders.iter().find_map(|folder| which::which(folder.join(name)).ok()).or_else(|| which::which(name).ok())
+        };
+        match found {
+            Some(path) => Ok(Self { path }),
+            None if is_path => {
+                bail!("{}: no such program; expected the path of an executable file", Path::new(name).display())
+            }
+            None => bail!(
+                "{}: no such program in {} or PATH; expected a llama.cpp program such as llama-server",
+                Path::new(name).display(),
+                folders[1].display()
+            ),
+        }
+    }
+
+    /// Refuses a program that says it is of another llama.cpp revision than the plugin.
+    ///
+    /// Programs that do not say are let through: the plugin compares again when it is loaded.
+    pub fn check_revision(&self, commit: &str) -> Result<()> {
+        let Some(version) = version_line(&self.ask("--version")?).map(str::to_owned) else { return Ok(()) };
+        if is_other_revision(&version, commit) {
+            bail!(
+                "{} is llama.cpp {version}; expected commit {}: build that revision (scripts/setup does) or moe-hot for yours",
+                self.path.display(),
+                &commit[..9]
+            );
+        }
+        Ok(())
+    }
+
+    /// The arguments that keep all experts off the GPUs, in this program's words; none if it has none.
+    pub fn all_experts_on_cpu(&self) -> Result<&'static [&'static str]> {
+        let help = self.ask("--help")?;
+        let knows = |flag: &str| help.split(|c: char| c.is_whitespace() || c == ',').any(|word| word == flag);
+        Ok(if knows("--cpu-moe") {
+            &["--cpu-moe"]
+        } else if knows("--n-cpu-moe") {
+            &["-ncmoe", "999"]
+        } else {
+            &[]
+        })
+    }
+
+    /// What the program prints when started with one argument and without the plugin.
+    fn ask(&self, argument: &str) -> Result<String> {
+        let failed = || format!("{}: cannot be started with {argument}", self.path.display());
+        let mut output = tempfile::tempfile().context("a temporary file")?;
+        let mut child = Command::new(&self.path)
+            .arg(argument)
+            .env_remove("GGML_BACKEND_PATH")
+            .stdin(Stdio::null())
+            .stdout(output.try_clone()?)
+            .stderr(output.try_clone()?)
+            .spawn()
+            .with_context(failed)?;
+        if child.wait_timeout(PATIENCE).with_context(failed)?.is_none() {
+            child.kill().with_context(failed)?;
+            child.wait().with_context(failed)?;
+        }
+        output.rewind()?;
+        let mut text = Vec::new();
+        output.read_to_end(&mut text)?;
+        Ok(String::from_utf8_lossy(&text).into_owned())
+    }
+}
+
+/// The rest of the line that begins with `version: `.
+fn version_line(output: &str) -> Option<&str> {
+    output.lines().find_map(|line| line.strip_prefix("version: "))
+}
+
+/// Whether a version such as `0.5.0 (build 11312, commit 0c1e57098)` names a commit that is not `ours`.
+fn is_other_revision(version: &str, ours: &str) -> bool {
+    let is_commit = |word: &&str| word.len() >= MIN_ABBREVIATION && word.chars().all(|c| c.is_ascii_hexdigit());
+    let commit = version.split(|c: char| !c.is_ascii_alphanumeric()).filter(is_commit).next_back();
+    commit.is_some_and(|commit| !ours.starts_with(commit))
+}
+
+/// Whether the user has said where experts go, on the command line or in llama.cpp's environment.
+pub fn places_experts(args: &[OsString], env: impl Fn(&str) -> bool) -> bool {
+    const FLAGS: [&str; 6] = ["--cpu-moe", "-cmoe", "--n-cpu-moe", "-ncmoe", "--override-tensor", "-ot"];
+    const VARIABLES: [&str; 3] = ["LLAMA_ARG_CPU_MOE", "LLAMA_ARG_N_CPU_MOE", "LLAMA_ARG_OVERRIDE_TENSOR"];
+    args.iter().any(|arg| FLAGS.iter().any(|flag| arg == flag)) || VARIABLES.iter().any(|name| env(name))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_commit_in_a_version_decides() {
+        let ours = env!("LLAMA_COMMIT");
+        assert!(!is_other_revision("0.5.0-dev (build 11312, commit 0c1e57098)", ours));
+        assert!(!is_other_revision("11312 (0c1e57098bba)", ours));
+        assert!(!is_other_revision("0.5.0-dev (build 0, commit unknown)", ours), "left to the plugin");
+        assert!(is_other_revision("0.4.9 (build 10000, commit 1234567ab)", ours));
+        assert!(is_other_revision("6123 (79c1160b0)", ours));
+    }
+
+    #[test]
+    fn the_version_is_found_among_other_lines() {
+        assert_eq!(version_line("load_backend: loaded\nversion: 7 (abc)\nbuilt with"), Some("7 (abc)"));
+        assert_eq!(version_line("usage: …"), None);
+    }
+
+    #[test]
+    fn a_users_own_placement_is_seen() {
+        let args = |args: &[&str]| args.iter().map(OsString::from).collect::<Vec<_>>();
+        let none = |_: &str| false;
+        assert!(!places_experts(&args(&["-m", "x", "-cmoed"]), none), "the draft model's is another matter");
+        for given in [&["-cmoe"][..], &["--n-cpu-moe", "7"], &["-ot", "exps=CPU"]] {
+            assert!(places_experts(&args(given), none), "{given:?}");
+        }
+        assert!(places_experts(&[], |name| name == "LLAMA_ARG_N_CPU_MOE"));
+    }
+}
