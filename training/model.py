@@ -8,6 +8,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
 F32, BF16 = jnp.float32, jnp.bfloat16
 
@@ -54,11 +55,19 @@ def init_params(config: Config, key: jax.Array) -> dict:
 
 # --- matrix products ---------------------------------------------------------------------------------------------
 
+def _row_major(x: jax.Array) -> jax.Array:
+    return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
+
+
 def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
     """(..., m, k) x (..., k, n) with bfloat16 inputs and a float32 sum. XLA's fast CPU kernel takes row-major operands
-    only; the barrier keeps it from folding a transposition into the product."""
-    a, b = jax.lax.optimization_barrier((a.astype(BF16), b.astype(BF16)))
-    return jnp.matmul(a, b, preferred_element_type=F32)
+    only; the constraints and barriers keep it from turning a transposition into another layout of the operand."""
+    a, b = (_row_major(x) for x in jax.lax.optimization_barrier((a.astype(BF16), b.astype(BF16))))
+    return _row_major(jnp.matmul(a, b, preferred_element_type=F32))
+
+
+def _transposed(x: jax.Array) -> jax.Array:
+    return _row_major(jnp.swapaxes(x.astype(BF16), -1, -2))
 
 
 @jax.custom_vjp
@@ -73,8 +82,8 @@ def _matmul_forward(x, w):
 
 def _matmul_backward(saved, dy):
     x, w = saved
-    dx = _dot(dy, jnp.swapaxes(w, -1, -2))
-    dw = jnp.matmul(jnp.swapaxes(x, -1, -2).astype(F32), dy)  # long sums over tokens are faster in float32
+    dx = _dot(dy, _transposed(w))
+    dw = _dot(_transposed(x), dy)
     return dx.astype(x.dtype), dw.astype(w.dtype)
 
 

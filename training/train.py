@@ -109,6 +109,16 @@ def append_row(path: Path, row: dict) -> None:
         writer.writerow(row)
 
 
+def drop_rows_after(path: Path, step: int) -> None:
+    """Removes the rows of steps that are about to be repeated from a checkpoint."""
+    if path.exists():
+        with path.open(newline="") as file:
+            rows = [row for row in csv.DictReader(file) if int(row["step"]) <= step]
+        path.unlink()
+        for row in rows:
+            append_row(path, row)
+
+
 class Finish:
     """Ends the run early: from the step at which the file appears, the rate falls linearly to 5 % of the peak."""
 
@@ -140,6 +150,7 @@ def train(options: argparse.Namespace) -> None:
     if checkpoint.exists():
         saved = load_checkpoint(checkpoint)
         params, state, first, seconds = (saved[k] for k in ("params", "state", "step", "seconds"))
+    drop_rows_after(run / "loss.csv", first)
     update = make_step(config, optimizer, options.balance_weight, options.capacity_factor)
     held_out = {k: held_out_windows(options.data, k, config.context, options.eval_windows) for k in KINDS}
     finish = Finish(run / "finish", options.finish_steps, options.peak_rate)

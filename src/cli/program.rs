@@ -102,7 +102,7 @@ fn version_line(output: &str) -> Option<&str> {
 /// Whether a version such as `0.5.0 (build 11312, commit 0c1e57098)` names a commit that is not `ours`.
 fn is_other_revision(version: &str, ours: &str) -> bool {
     let is_commit = |word: &&str| word.len() >= MIN_ABBREVIATION && word.chars().all(|c| c.is_ascii_hexdigit());
-    let commit = version.split(|c: char| !c.is_ascii_alphanumeric()).filter(is_commit).next_back();
+    let commit = version.split(|c: char| !c.is_ascii_alphanumeric()).rfind(is_commit);
     commit.is_some_and(|commit| !ours.starts_with(commit))
 }
 

@@ -119,3 +119,111 @@ fn check_and_count(split: &Graph<'_>, blocks: &[Seen]) -> Result<()> {
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ggml::Tensor;
+    use crate::ggml::testing::{Builder, load_cpu};
+    use crate::routing::BatchKind;
+
+    const N_EXPERT: i64 = 256;
+    const N_USED: i64 = 8;
+
+    /// One layer's block for `n_tokens` tokens in memory of its own; returns builder, ids and down.
+    fn block<'a>(b: &'a Builder, layer: u32, n_tokens: i64) -> (Tensor<'a>, Tensor<'a>) {
+        const N: i64 = 32;
+        let x = b.leaf(sys::GGML_TYPE_F32, [N, 1, n_tokens]);
+        let ids = b.ids(N_USED, N_EXPERT, n_tokens);
+        let weights = |part: &str| {
+            let weights = b.leaf(sys::GGML_TYPE_F32, [N, N, N_EXPERT]);
+            b.name(weights, &format!("blk.{layer}.ffn_{part}_exps.weight"));
+            weights
+        };
+        let (gate, up) = (b.mul_mat_id(weights("gate"), x, ids), b.mul_mat_id(weights("up"), x, ids));
+        let down = b.mul_mat_id(weights("down"), b.swiglu(gate, up), ids);
+        b.allocate();
+        (ids, down)
+    }
+
+    fn counts(context: &Context, kind: BatchKind) -> (u64, u64) {
+        let profile = context.model.as_ref().unwrap().profile(32);
+        let record = &profile.moe_hot.unwrap().layers[0];
+        let counts = if kind == BatchKind::Single { &record.batch_1 } else { &record.batch_2_up };
+        (counts.calls, counts.experts.iter().map(|(_, count)| count).sum())
+    }
+
+    #[test]
+    fn a_block_is_computed_and_counted_and_a_bad_id_fails_that_call_only() {
+        load_cpu();
+        let b = Builder::new();
+        let (ids, down) = block(&b, 3, 2);
+        let graph = b.graph(down);
+        let mut context = Context::new().unwrap();
+        assert_eq!(context.compute(&graph), sys::GGML_STATUS_SUCCESS);
+        for bad in [256, -1, i32::MAX] {
+            b.fill(ids.storage(), &[bad]);
+            assert_eq!(context.compute(&graph), sys::GGML_STATUS_FAILED, "id {bad}");
+        }
+        b.fill(ids.storage(), &[255]);
+        assert_eq!(context.compute(&graph), sys::GGML_STATUS_SUCCESS);
+        assert_eq!(counts(&context, BatchKind::Multi), (2, 2 * 2 * N_USED as u64), "the failed calls are not counted");
+        assert_eq!(counts(&context, BatchKind::Single), (0, 0));
+    }
+
+    #[test]
+    fn no_tokens_are_a_success_and_count_nothing() {
+        load_cpu();
+        let b = Builder::new();
+        let (_, down) = block(&b, 0, 0);
+        let mut context = Context::new().unwrap();
+        assert_eq!(context.compute(&b.graph(down)), sys::GGML_STATUS_SUCCESS);
+        assert_eq!(counts(&context, BatchKind::Multi), (0, 0));
+    }
+
+    #[test]
+    fn a_layer_that_comes_one_node_at_a_time_is_counted_once() {
+        load_cpu();
+        let b = Builder::new();
+        let (_, down) = block(&b, 0, 1);
+        let (gate, up) = (down.src(1).unwrap().src(0).unwrap(), down.src(1).unwrap().src(1).unwrap());
+        let mut context = Context::new().unwrap();
+        for node in [gate, up, down] {
+            let alone = Builder::new();
+            assert_eq!(context.compute(&alone.graph_of_one(node)), sys::GGML_STATUS_SUCCESS);
+        }
+        assert_eq!(counts(&context, BatchKind::Single), (1, N_USED as u64));
+    }
+
+    /// The bar is the project's: recording costs under 1 µs per layer and token.
+    #[test]
+    #[cfg(not(debug_assertions))]
+    fn observing_a_known_split_takes_less_than_a_microsecond() {
+        const CALLS: u32 = 2_000;
+        const ROUNDS: usize = 25;
+        load_cpu();
+        let b = Builder::new();
+        let (_, down) = block(&b, 0, 1);
+        let graph = b.graph(down);
+        b.set_uid(7);
+        let mut context = Context::new().unwrap();
+        context.observe(&graph).unwrap();
+        let mut nanoseconds: Vec<u128> = (0..ROUNDS)
+            .map(|_| {
+                let start = std::time::Instant::now();
+                for _ in 0..CALLS {
+                    context.observe(std::hint::black_box(&graph)).unwrap();
+                }
+                start.elapsed().as_nanos() / u128::from(CALLS)
+            })
+            .collect();
+        nanoseconds.sort_unstable();
+        let median = nanoseconds[ROUNDS / 2];
+        println!(
+            "observing a split: median {median} ns, fastest {} ns, slowest {} ns",
+            nanoseconds[0],
+            nanoseconds[ROUNDS - 1]
+        );
+        assert!(median < 1_000, "{median} ns");
+    }
+}

@@ -123,12 +123,7 @@ mod tests {
 
     #[test]
     fn the_ggml_that_tests_link_has_our_layout() {
-        // SAFETY: takes no arguments; loads the CPU backend beside the test's libraries.
-        unsafe {
-            sys::ggml_backend_load_all_from_path(
-                concat!(env!("CARGO_MANIFEST_DIR"), "/build/stock/bin\0").as_ptr().cast(),
-            )
-        };
+        crate::ggml::testing::load_cpu();
         assert_eq!(check_host().unwrap(), RevisionCheck::Exact);
     }
 }

@@ -10,6 +10,8 @@ mod device;
 mod graph;
 mod log;
 mod tensor;
+#[cfg(test)]
+pub(crate) mod testing;
 
 pub use abi::{RevisionCheck, check_host};
 pub use backend::{AbortCallback, Backend, Status};

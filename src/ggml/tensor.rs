@@ -28,6 +28,11 @@ impl<'a> Tensor<'a> {
         unsafe { self.raw.as_ref() }
     }
 
+    #[cfg(test)]
+    pub(super) fn as_raw(&self) -> *mut sys::ggml_tensor {
+        self.raw.as_ptr()
+    }
+
     /// The operation that makes this tensor (`sys::GGML_OP_…`).
     pub fn op(&self) -> sys::ggml_op {
         self.get().op

@@ -91,3 +91,73 @@ fn is_glu_of(down: &Tensor<'_>, a: &Tensor<'_>, b: &Tensor<'_>) -> bool {
     let (x, y) = (x.storage(), y.storage());
     (x.is(a) && y.is(b)) || (x.is(b) && y.is(a))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ggml::testing::Builder;
+
+    const N_EMBD: i64 = 64;
+    const N_FF: i64 = 32;
+    const N_EXPERT: i64 = 8;
+
+    fn experts(b: &Builder, n_in: i64, n_out: i64) -> Tensor<'_> {
+        b.leaf(sys::GGML_TYPE_F32, [n_in, n_out, N_EXPERT])
+    }
+
+    fn shapes(graph: &Graph<'_>) -> Vec<Shape> {
+        Block::recognise(graph).iter().map(Block::shape).collect()
+    }
+
+    #[test]
+    fn gate_up_and_down_are_one_block_in_either_order() {
+        for gate_first in [true, false] {
+            let b = Builder::new();
+            let (x, ids) = (b.leaf(sys::GGML_TYPE_F32, [N_EMBD, 1, 5]), b.ids(2, N_EXPERT, 5));
+            let one = b.mul_mat_id(experts(&b, N_EMBD, N_FF), x, ids);
+            let two = b.mul_mat_id(experts(&b, N_EMBD, N_FF), x, ids);
+            let glu = if gate_first { b.swiglu(one, two) } else { b.swiglu(two, one) };
+            let graph = b.graph(b.mul_mat_id(experts(&b, N_FF, N_EMBD), glu, ids));
+            assert_eq!(shapes(&graph), [Shape::GateUpDown]);
+            let block = &Block::recognise(&graph)[0];
+            assert!(block.ids(&graph).unwrap().is(&ids));
+            assert_eq!(block.weights(&graph).count(), 3);
+        }
+    }
+
+    #[test]
+    fn a_fused_gate_up_is_one_block() {
+        let b = Builder::new();
+        let (x, ids) = (b.leaf(sys::GGML_TYPE_F32, [N_EMBD, 1, 1]), b.ids(2, N_EXPERT, 1));
+        let gate_up = b.mul_mat_id(experts(&b, N_EMBD, 2 * N_FF), x, ids);
+        let glu = b.swiglu(b.half(gate_up, 0), b.half(gate_up, 1));
+        let graph = b.graph(b.mul_mat_id(experts(&b, N_FF, N_EMBD), glu, ids));
+        assert_eq!(shapes(&graph), [Shape::FusedGateUpDown]);
+    }
+
+    #[test]
+    fn a_lone_projection_is_partial() {
+        let b = Builder::new();
+        let (x, ids) = (b.leaf(sys::GGML_TYPE_F32, [N_EMBD, 1, 1]), b.ids(2, N_EXPERT, 1));
+        assert_eq!(shapes(&b.graph(b.mul_mat_id(experts(&b, N_EMBD, N_FF), x, ids))), [Shape::Partial]);
+    }
+
+    #[test]
+    fn projections_with_other_ids_are_another_block() {
+        let b = Builder::new();
+        let x = b.leaf(sys::GGML_TYPE_F32, [N_EMBD, 1, 1]);
+        let one = b.mul_mat_id(experts(&b, N_EMBD, N_FF), x, b.ids(2, N_EXPERT, 1));
+        let two = b.mul_mat_id(experts(&b, N_EMBD, N_FF), x, b.ids(2, N_EXPERT, 1));
+        assert_eq!(shapes(&b.graph(b.mul(one, two))), [Shape::Partial, Shape::Partial]);
+    }
+
+    #[test]
+    fn a_down_projection_of_something_else_is_partial() {
+        let b = Builder::new();
+        let (x, ids) = (b.leaf(sys::GGML_TYPE_F32, [N_EMBD, 1, 1]), b.ids(2, N_EXPERT, 1));
+        let up = b.mul_mat_id(experts(&b, N_EMBD, N_FF), x, ids);
+        let gate = b.mul_mat_id(experts(&b, N_EMBD, N_FF), x, ids);
+        let graph = b.graph(b.mul_mat_id(experts(&b, N_FF, N_EMBD), b.mul(gate, up), ids));
+        assert_eq!(shapes(&graph), [Shape::Partial]);
+    }
+}

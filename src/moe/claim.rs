@@ -62,3 +62,79 @@ impl Claims {
 fn is_loader_probe(buffer: &Buffer<'_>) -> bool {
     buffer.size() == 0 && !buffer.holds_weights()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ggml::testing::Builder;
+
+    const N_EXPERT: i64 = 8;
+
+    /// Rules for a buffer type that, for the test, is called ours.
+    fn rules(takes_experts: bool) -> Claims {
+        Claims { buffer_type: BufferType::cpu().unwrap(), offload_min_batch: 32, takes_experts }
+    }
+
+    fn projection(b: &Builder, usage: sys::ggml_backend_buffer_usage, n_tokens: i64) -> Tensor<'_> {
+        let weights = b.leaf(sys::GGML_TYPE_F32, [64, 32, N_EXPERT]);
+        b.place(weights, rules(true).buffer_type, usage);
+        b.mul_mat_id(weights, b.leaf(sys::GGML_TYPE_F32, [64, 1, n_tokens]), b.ids(2, N_EXPERT, n_tokens))
+    }
+
+    #[test]
+    fn the_loaders_probe_is_answered_by_whether_experts_are_wanted() {
+        let b = Builder::new();
+        let probe = projection(&b, sys::GGML_BACKEND_BUFFER_USAGE_ANY, 512);
+        assert!(rules(true).claims(probe));
+        assert!(!rules(false).claims(probe));
+    }
+
+    #[test]
+    fn the_measuring_pass_is_answered_as_for_real() {
+        let b = Builder::new();
+        for (n_tokens, ours) in [(0, true), (1, true), (31, true), (32, false), (512, false)] {
+            let op = projection(&b, sys::GGML_BACKEND_BUFFER_USAGE_WEIGHTS, n_tokens);
+            assert_eq!(rules(false).claims(op), ours, "{n_tokens} tokens");
+        }
+    }
+
+    #[test]
+    fn results_and_weights_elsewhere_are_not_ours() {
+        let b = Builder::new();
+        assert!(!rules(true).claims(projection(&b, sys::GGML_BACKEND_BUFFER_USAGE_COMPUTE, 1)));
+        let unplaced = b.leaf(sys::GGML_TYPE_F32, [64, 32, N_EXPERT]);
+        let op = b.mul_mat_id(unplaced, b.leaf(sys::GGML_TYPE_F32, [64, 1, 1]), b.ids(2, N_EXPERT, 1));
+        assert!(!rules(true).claims(op));
+    }
+
+    #[test]
+    fn a_glu_is_ours_if_both_its_sources_are_and_the_batch_is_small() {
+        let b = Builder::new();
+        let weights = sys::GGML_BACKEND_BUFFER_USAGE_WEIGHTS;
+        for (n_tokens, ours) in [(1, true), (32, false)] {
+            let (gate, up) = (projection(&b, weights, n_tokens), projection(&b, weights, n_tokens));
+            assert_eq!(rules(true).claims(b.swiglu(gate, up)), ours);
+            let fused = projection(&b, weights, n_tokens);
+            assert_eq!(rules(true).claims(b.swiglu(b.half(fused, 0), b.half(fused, 1))), ours);
+        }
+        let foreign = b.leaf(sys::GGML_TYPE_F32, [32, 2, 1]);
+        assert!(!rules(true).claims(b.swiglu(projection(&b, weights, 1), foreign)));
+    }
+
+    #[test]
+    fn the_multiplication_by_router_weights_stays_with_the_main_backend() {
+        let b = Builder::new();
+        let down = projection(&b, sys::GGML_BACKEND_BUFFER_USAGE_WEIGHTS, 1);
+        assert!(!rules(true).claims(b.mul(down, b.leaf(sys::GGML_TYPE_F32, [1, 2, 1]))));
+    }
+
+    #[test]
+    fn a_long_chain_of_operations_ends() {
+        let b = Builder::new();
+        let mut glu = projection(&b, sys::GGML_BACKEND_BUFFER_USAGE_WEIGHTS, 1);
+        for _ in 0..40 {
+            glu = b.swiglu(glu, glu);
+        }
+        assert!(!rules(true).claims(glu), "given up, not followed forever");
+    }
+}

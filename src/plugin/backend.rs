@@ -90,8 +90,8 @@ pub(super) unsafe extern "C" fn set_abort_callback(
     function: sys::ggml_abort_callback,
     data: *mut c_void,
 ) {
-    // SAFETY: as for `set_n_threads`.
     guard("setting the abort callback", (), || {
-        unsafe { context(backend) }.set_abort_callback(AbortCallback { function, data })
+        // SAFETY: as for `set_n_threads`.
+        unsafe { context(backend) }.set_abort_callback(AbortCallback { function, data });
     });
 }

@@ -35,6 +35,9 @@ class Answer:
         return self.n_predicted - 1
 
 
+# Always as many tokens as asked for, each computed for this very request.
+GREEDY = {"temperature": 0, "ignore_eos": True, "cache_prompt": False}
+
 # At its start llama-server decodes two tokens, one output, to learn whether the cache can be cut.
 START_UP = Answer("", n_prompt=2, n_predicted=1)
 
@@ -62,7 +65,7 @@ class Server:
 
     def complete(self, prompt: str | list[int], n_predict: int) -> Answer:
         """Greedy, and without use of earlier requests' cache."""
-        body = {"prompt": prompt, "n_predict": n_predict, "temperature": 0, "cache_prompt": False}
+        body = {"prompt": prompt, "n_predict": n_predict, **GREEDY}
         answer = self._post("/completion", body).json()
         return Answer(answer["content"], answer["timings"]["prompt_n"], answer["timings"]["predicted_n"])
 
@@ -71,10 +74,9 @@ class Server:
         body = {
             "messages": [{"role": "user", "content": content}],
             "max_tokens": max_tokens,
-            "temperature": 0,
             "stream": True,
-            "cache_prompt": False,
             "timings_per_token": True,
+            **GREEDY,
         }
         with self._post("/v1/chat/completions", body, stream=True) as response:
             for line in response.iter_lines():

@@ -2,6 +2,7 @@
 
 import math
 import statistics
+import time
 
 import pytest
 
@@ -9,10 +10,11 @@ from models import generated
 from probe import assert_same_answer, decode, differ, greedy
 from test_equality import CHANGING_BATCHES
 
-N_PAIRS = 30
 LEAST_SPEED_RATIO = 0.90
+PAIRS_PER_ROUND = 20
+SPEED_TEST_S = 35
 # prompts short enough to be run without an interruption now and then, on a machine that does other things too
-PROMPT_AND_DECODE = [*[decode(48, "last") for _ in range(12)], greedy(200)]
+PROMPT_AND_DECODE = [*[decode(48, "last") for _ in range(8)], greedy(100)]
 
 
 @pytest.mark.parametrize("variant", ["Q4_0", "Q4_K", "F16"])
@@ -51,20 +53,36 @@ def median_interval(values: list[float]) -> tuple[float, float]:
     return ordered[rank - 1], ordered[n - rank]
 
 
-def test_the_speed_is_stocks(probe, capsys):
-    """Alternated pairs of runs; the 95 % interval of the median ratio, in decode and in prompt processing."""
-    model = generated("Q4_K")
+def run_pairs(probe, model) -> list[tuple]:
+    """(stock, plugin loaded) runs, alternated."""
     pairs = []
-    for pair in range(N_PAIRS):
+    for pair in range(PAIRS_PER_ROUND):
         order = (probe.stock_again, probe.inert) if pair % 2 == 0 else (probe.inert, probe.stock_again)
         results = {run: run(model, PROMPT_AND_DECODE, repack=True, n_threads=1) for run in order}
         pairs.append((results[probe.stock_again], results[probe.inert]))
-    for what, time_us in (("decode", token_time_us), ("prompt", prompt_time_us)):
-        ratios = [time_us(stock) / time_us(ours) for stock, ours in pairs]
-        low, high = median_interval(ratios)
-        with capsys.disabled():
-            print(
-                f"\n{what} speed, plugin loaded / stock: median {statistics.median(ratios):.3f}, "
-                f"95 % interval {low:.3f} to {high:.3f}, {N_PAIRS} pairs"
-            )
-        assert low >= LEAST_SPEED_RATIO, what
+    return pairs
+
+
+def least_speed(pairs: list[tuple], what: str) -> float:
+    """The lower end of the interval, which is printed."""
+    time_us = {"decode": token_time_us, "prompt": prompt_time_us}[what]
+    ratios = [time_us(stock) / time_us(ours) for stock, ours in pairs]
+    low, high = median_interval(ratios)
+    print(
+        f"{what} speed, plugin loaded / stock: median {statistics.median(ratios):.3f}, "
+        f"95 % interval {low:.3f} to {high:.3f}, {len(ratios)} pairs"
+    )
+    return low
+
+
+def test_the_speed_is_stocks(probe, capsys):
+    """The whole 95 % interval of the median ratio must lie above the bar. A noisy machine gets more pairs, all of
+    which count, until that is shown or the time is up."""
+    pairs, deadline = [], time.monotonic() + SPEED_TEST_S
+    lows = {"decode": 0.0, "prompt": 0.0}
+    with capsys.disabled():
+        print()
+        while min(lows.values()) < LEAST_SPEED_RATIO and time.monotonic() < deadline:
+            pairs += run_pairs(probe, generated("Q4_K"))
+            lows = {what: least_speed(pairs, what) for what in lows}
+    assert min(lows.values()) >= LEAST_SPEED_RATIO, lows

@@ -26,6 +26,11 @@ def out_file(tmp_path):
     return tmp_path / "experts.json"
 
 
+@pytest.fixture
+def some_model() -> Path:
+    return generated("Q4_K")
+
+
 def identity(path: Path):
     """Changes with every write, since a new file is renamed into place."""
     with contextlib.suppress(FileNotFoundError):
@@ -75,8 +80,8 @@ def observe_writes(path: Path, n_writes: int, timeout_s: float) -> list[float]:
     return times
 
 
-def test_written_while_running_but_not_often(model_of_two, tmp_path, out_file):
-    with recording_server(model_of_two, tmp_path, out_file) as server:
+def test_written_while_running_but_not_often(some_model, tmp_path, out_file):
+    with recording_server(some_model, tmp_path, out_file) as server:
         with Load(server):
             times = observe_writes(out_file, N_WRITES, N_WRITES * WRITTEN_WITHIN_S)
         server.stop()
@@ -84,8 +89,8 @@ def test_written_while_running_but_not_often(model_of_two, tmp_path, out_file):
     assert min(gaps) >= LEAST_S_BETWEEN_WRITES
 
 
-def test_not_written_while_idle(model_of_two, tmp_path, out_file):
-    with recording_server(model_of_two, tmp_path, out_file) as server:
+def test_not_written_while_idle(some_model, tmp_path, out_file):
+    with recording_server(some_model, tmp_path, out_file) as server:
         answer = server.complete([1, 2, 3], 20)
         n_rows = START_UP.n_prompt + answer.n_prompt + answer.n_decoded
         wait_for(
@@ -101,8 +106,8 @@ def test_not_written_while_idle(model_of_two, tmp_path, out_file):
         server.stop()
 
 
-def test_a_kill_leaves_a_whole_file(model_of_two, tmp_path, out_file):
-    with recording_server(model_of_two, tmp_path, out_file) as server, Load(server):
+def test_a_kill_leaves_a_whole_file(some_model, tmp_path, out_file):
+    with recording_server(some_model, tmp_path, out_file) as server, Load(server):
         wait_for("a first profile", lambda: layer_calls(out_file), WRITTEN_WITHIN_S)
         before = layer_calls(out_file)
         observe_writes(out_file, 1, WRITTEN_WITHIN_S)
@@ -111,9 +116,9 @@ def test_a_kill_leaves_a_whole_file(model_of_two, tmp_path, out_file):
     assert Profile.read(out_file).layer_calls > before
 
 
-def test_the_same_models_earlier_profile_is_replaced(probe, model_of_two, out_file):
-    probe.recording(model_of_two, [decode(9)], out_file)
-    again = probe.recording(model_of_two, [decode(5)], out_file)
+def test_the_same_models_earlier_profile_is_replaced(probe, some_model, out_file):
+    probe.recording(some_model, [decode(9)], out_file)
+    again = probe.recording(some_model, [decode(5)], out_file)
     assert again.profile.n_rows[0] == 5
     assert list(out_file.parent.iterdir()) == [out_file]
 

@@ -49,6 +49,7 @@ def test_streaming_chat_and_a_clean_end(model_of_two, tmp_path, out_file, signal
     with recording_server(model_of_two, tmp_path, out_file) as server:
         answers = [server.chat(SHORT, 12), server.chat(LONG, 9)]
         server.stop(signal_number)
+    assert [answer.n_predicted for answer in answers] == [12, 9]
     assert all(answer.text for answer in answers)
     assert_profile_of(model_of_two, out_file, answers)
 
@@ -90,8 +91,8 @@ def test_a_cancelled_request_leaves_a_server_that_answers(model_of_two, tmp_path
         server.stop()
     assert after.n_predicted == 10
     profile = Profile.read(out_file)
-    cancelled_at_3 = Answer("", after.n_prompt, 3)  # both had the same prompt
+    cancelled_early = Answer("", after.n_prompt, 2)  # three events: the role, two tokens; both had the same prompt
     never_cancelled = Answer("", after.n_prompt, CANCELLED_TOKENS)
-    least, most = (expected_rows(profile, [after, cancelled]) for cancelled in (cancelled_at_3, never_cancelled))
+    least, most = (expected_rows(profile, [after, cancelled]) for cancelled in (cancelled_early, never_cancelled))
     for layer, rows in profile.n_rows.items():
         assert least[layer] <= rows < most[layer], f"layer {layer}"
