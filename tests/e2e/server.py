@@ -1,7 +1,6 @@
 """llama-server as users run it, stock or through the launcher, and a client for it."""
 
 import contextlib
-import functools
 import json
 import signal
 import subprocess
@@ -110,7 +109,7 @@ def start(command: list, folder: Path, name: str, environment: dict[str, str]) -
     log = folder / f"{name}.log"
     with process([*command, "--host", "127.0.0.1", "--port", port], log, environment) as child:
         server = Server(child, port, log)
-        wait_for(f"{name} is healthy", functools.partial(server.healthy), START_TIMEOUT_S)
+        wait_for(f"{name} is healthy", server.healthy, START_TIMEOUT_S)
         yield server
 
 
