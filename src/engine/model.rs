@@ -29,7 +29,7 @@ impl Layer {
     /// Notes how complete the layer's block was; the most complete sight counts.
     pub fn saw(&self, shape: Shape) {
         let mut seen = self.shape.lock().unwrap_or_else(PoisonError::into_inner);
-        if *seen == Shape::Partial {
+        if matches!(*seen, Shape::Partial(_)) {
             *seen = shape;
         }
     }
@@ -166,7 +166,7 @@ impl Inner {
             counts: LayerCounts::new(number, n_expert),
             representative: weights.name().into_owned(),
             n_used,
-            shape: Mutex::new(Shape::Partial),
+            shape: Mutex::new(Shape::Partial("not seen")),
         });
         self.layers.push(layer.clone());
         layer
@@ -191,7 +191,7 @@ impl Inner {
             layer: number,
             n_expert: layer.counts.n_expert(),
             n_expert_used: layer.n_used,
-            block: layer.shape().name().into(),
+            block: layer.shape().to_string(),
             fingerprint: combine_fingerprints(of_layer.map(|(_, id)| id.as_str())),
             batch_1: batch_counts(&layer.counts, BatchKind::Single),
             batch_2_up: batch_counts(&layer.counts, BatchKind::Multi),

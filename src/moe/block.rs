@@ -7,21 +7,23 @@ use crate::ggml::{Graph, Tensor, sys};
 /// How complete a block is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Shape {
-    /// Gate and up side by side, GLU, down.
+    /// Gate and up side by side, a gated activation, down.
     GateUpDown,
-    /// Gate and up in one tensor, GLU over its two halves, down.
+    /// Gate and up in one tensor, a gated activation over its two halves, down.
     FusedGateUpDown,
-    /// Something else, or only a part: correct on the CPU, never on a device.
-    Partial,
+    /// No gate: up, an activation, down.
+    UpDown,
+    /// Not a whole expert FFN: correct on the CPU, never on a device. Says why.
+    Partial(&'static str),
 }
 
-impl Shape {
-    /// Its name in profiles.
-    pub fn name(self) -> &'static str {
+impl std::fmt::Display for Shape {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            Shape::GateUpDown => "gate_up_down",
-            Shape::FusedGateUpDown => "fused_gate_up_down",
-            Shape::Partial => "partial",
+            Shape::GateUpDown => f.write_str("gate_up_down"),
+            Shape::FusedGateUpDown => f.write_str("fused_gate_up_down"),
+            Shape::UpDown => f.write_str("up_down"),
+            Shape::Partial(reason) => write!(f, "partial: {reason}"),
         }
     }
 }
@@ -46,7 +48,7 @@ impl Block {
             };
             match blocks.iter_mut().find(shares_ids) {
                 Some(block) => block.projections.push(index),
-                None => blocks.push(Block { shape: Shape::Partial, projections: vec![index] }),
+                None => blocks.push(Block { shape: Shape::Partial(NOT_LOOKED_AT), projections: vec![index] }),
             }
         }
         for block in &mut blocks {
@@ -70,26 +72,55 @@ impl Block {
         self.projections.iter().filter_map(|&index| graph.node(index)?.src(0))
     }
 
+    /// Tells the shape from how the projections hang together. LoRA factors are passed over.
     fn shape_in(&self, graph: &Graph<'_>) -> Shape {
-        let nodes: Vec<_> = self.projections.iter().filter_map(|&index| graph.node(index)).collect();
-        match nodes.as_slice() {
-            [a, b, down] if is_glu_of(down, a, b) && shares_input(a, b) => Shape::GateUpDown,
-            [gate_up, down] if is_glu_of(down, gate_up, gate_up) => Shape::FusedGateUpDown,
-            _ => Shape::Partial,
+        let projections = self.projections.iter().filter_map(|&index| graph.node(index)).filter(is_no_adapter);
+        let is_node = |tensor: &Tensor<'_>| graph.nodes().any(|node| node.is(tensor));
+        let (inner, outer): (Vec<_>, Vec<_>) =
+            projections.partition(|node| node.src(1).is_some_and(|x| is_node(&x.storage())));
+        if inner.len() != 1 {
+            return Shape::Partial(if inner.is_empty() { "no down projection" } else { "several down projections" });
+        }
+        match outer.as_slice() {
+            [up] if graph.nodes().any(|node| is_glu_of_halves(&node, up)) => Shape::FusedGateUpDown,
+            [_] => Shape::UpDown,
+            [a, b] if shares_input(a, b) => Shape::GateUpDown,
+            [_, _] => Shape::Partial("gate and up have different inputs"),
+            [] => Shape::Partial("no up projection"),
+            _ => Shape::Partial("more than two projections of the input"),
         }
     }
+}
+
+const NOT_LOOKED_AT: &str = "not looked at";
+/// How many operations may lie between a fused gate_up and its activation.
+const MAX_STEPS: usize = 4;
+
+/// Adapters are loaded beside the model: their buffers are not marked as weights.
+fn is_no_adapter(projection: &Tensor<'_>) -> bool {
+    let weights = projection.src(0).and_then(|weights| weights.buffer());
+    weights.is_none_or(|buffer| buffer.holds_weights())
 }
 
 fn shares_input(a: &Tensor<'_>, b: &Tensor<'_>) -> bool {
     matches!((a.src(1), b.src(1)), (Some(x), Some(y)) if x.is(&y))
 }
 
-/// Whether `down` multiplies a GLU whose two inputs are (views of) `a` and `b`, in either order.
-fn is_glu_of(down: &Tensor<'_>, a: &Tensor<'_>, b: &Tensor<'_>) -> bool {
-    let Some(glu) = down.src(1).filter(|input| input.op() == sys::GGML_OP_GLU) else { return false };
-    let (Some(x), Some(y)) = (glu.src(0), glu.src(1)) else { return false };
-    let (x, y) = (x.storage(), y.storage());
-    (x.is(a) && y.is(b)) || (x.is(b) && y.is(a))
+/// Whether `node` is a gated activation over two views of what became of `gate_up` (biased, scaled, adapted).
+fn is_glu_of_halves(node: &Tensor<'_>, gate_up: &Tensor<'_>) -> bool {
+    let (Some(x), Some(y)) = (node.src(0), node.src(1)) else { return false };
+    let (mut whole, other) = (x.storage(), y.storage());
+    if node.op() != sys::GGML_OP_GLU || !whole.is(&other) {
+        return false;
+    }
+    for _ in 0..MAX_STEPS {
+        if whole.is(gate_up) {
+            return true;
+        }
+        let Some(source) = whole.src(0) else { return false };
+        whole = source.storage();
+    }
+    false
 }
 
 #[cfg(test)]
@@ -139,7 +170,10 @@ mod tests {
     fn a_lone_projection_is_partial() {
         let b = Builder::new();
         let (x, ids) = (b.leaf(sys::GGML_TYPE_F32, [N_EMBD, 1, 1]), b.ids(2, N_EXPERT, 1));
-        assert_eq!(shapes(&b.graph(b.mul_mat_id(experts(&b, N_EMBD, N_FF), x, ids))), [Shape::Partial]);
+        assert_eq!(
+            shapes(&b.graph(b.mul_mat_id(experts(&b, N_EMBD, N_FF), x, ids))),
+            [Shape::Partial("no down projection")]
+        );
     }
 
     #[test]
@@ -148,16 +182,33 @@ mod tests {
         let x = b.leaf(sys::GGML_TYPE_F32, [N_EMBD, 1, 1]);
         let one = b.mul_mat_id(experts(&b, N_EMBD, N_FF), x, b.ids(2, N_EXPERT, 1));
         let two = b.mul_mat_id(experts(&b, N_EMBD, N_FF), x, b.ids(2, N_EXPERT, 1));
-        assert_eq!(shapes(&b.graph(b.mul(one, two))), [Shape::Partial, Shape::Partial]);
+        assert_eq!(shapes(&b.graph(b.mul(one, two))), [Shape::Partial("no down projection"); 2]);
     }
 
     #[test]
-    fn a_down_projection_of_something_else_is_partial() {
+    fn without_a_gate_or_with_another_activation_it_is_whole_too() {
+        let b = Builder::new();
+        let (x, ids) = (b.leaf(sys::GGML_TYPE_F32, [N_EMBD, 1, 1]), b.ids(2, N_EXPERT, 1));
+        let up = b.mul_mat_id(experts(&b, N_EMBD, N_FF), x, ids);
+        let graph = b.graph(b.mul_mat_id(experts(&b, N_FF, N_EMBD), b.mul(up, up), ids));
+        assert_eq!(shapes(&graph), [Shape::UpDown]);
+
         let b = Builder::new();
         let (x, ids) = (b.leaf(sys::GGML_TYPE_F32, [N_EMBD, 1, 1]), b.ids(2, N_EXPERT, 1));
         let up = b.mul_mat_id(experts(&b, N_EMBD, N_FF), x, ids);
         let gate = b.mul_mat_id(experts(&b, N_EMBD, N_FF), x, ids);
         let graph = b.graph(b.mul_mat_id(experts(&b, N_FF, N_EMBD), b.mul(gate, up), ids));
-        assert_eq!(shapes(&graph), [Shape::Partial]);
+        assert_eq!(shapes(&graph), [Shape::GateUpDown]);
+    }
+
+    #[test]
+    fn inputs_that_differ_make_it_partial() {
+        let b = Builder::new();
+        let ids = b.ids(2, N_EXPERT, 1);
+        let x = || b.leaf(sys::GGML_TYPE_F32, [N_EMBD, 1, 1]);
+        let (gate, up) =
+            (b.mul_mat_id(experts(&b, N_EMBD, N_FF), x(), ids), b.mul_mat_id(experts(&b, N_EMBD, N_FF), x(), ids));
+        let graph = b.graph(b.mul_mat_id(experts(&b, N_FF, N_EMBD), b.swiglu(gate, up), ids));
+        assert_eq!(shapes(&graph), [Shape::Partial("gate and up have different inputs")]);
     }
 }

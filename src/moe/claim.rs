@@ -24,14 +24,17 @@ impl Claims {
     /// Whether `op` is ours.
     pub fn claims(&self, op: Tensor<'_>) -> bool {
         match op.op() {
-            sys::GGML_OP_MUL_MAT_ID => self.claims_mul_mat_id(op),
-            sys::GGML_OP_GLU => self.is_inside_block(op, MAX_DEPTH),
-            _ => false,
+            sys::GGML_OP_MUL_MAT_ID => self.claims_by_weight(op, 0),
+            sys::GGML_OP_ADD_ID => self.claims_by_weight(op, 1),
+            sys::GGML_OP_REPEAT => self.is_repeated_scale(op),
+            sys::GGML_OP_GET_ROWS => self.is_scale_per_request(op),
+            _ => self.is_inside_block(op, MAX_DEPTH),
         }
     }
 
-    fn claims_mul_mat_id(&self, op: Tensor<'_>) -> bool {
-        let Some(buffer) = op.src(0).and_then(|weights| self.weight_buffer(weights)) else { return false };
+    /// An operation that picks experts out of source `weight` by the ids in source 2.
+    fn claims_by_weight(&self, op: Tensor<'_>, weight: usize) -> bool {
+        let Some(buffer) = op.src(weight).and_then(|weights| self.weight_buffer(weights)) else { return false };
         if is_loader_probe(&buffer) {
             return self.takes_experts;
         }
@@ -46,13 +49,33 @@ impl Claims {
         (is_ours && storage.op() == sys::GGML_OP_NONE && !buffer.holds_results()).then_some(buffer)
     }
 
+    /// Per-expert scales `[1, n_expert, n_tokens]`: one weight, repeated for every token.
+    fn is_repeated_scale(&self, op: Tensor<'_>) -> bool {
+        op.op() == sys::GGML_OP_REPEAT
+            && op.ne(2) < self.offload_min_batch.into()
+            && op.src(0).is_some_and(|scale| self.weight_buffer(scale).is_some())
+    }
+
+    /// Per-expert scales `[1, n_expert_used, n_tokens]`: those of the experts in the ids.
+    fn is_scale_per_request(&self, op: Tensor<'_>) -> bool {
+        op.op() == sys::GGML_OP_GET_ROWS && op.src(0).is_some_and(|scales| self.is_repeated_scale(scales))
+    }
+
+    /// Whether `tensor` is computed from the results of our MUL_MAT_IDs alone, row by row.
     fn is_inside_block(&self, tensor: Tensor<'_>, depth: u32) -> bool {
         let Some(depth) = depth.checked_sub(1) else { return false };
         let node = tensor.storage();
         let inside = |index| node.src(index).is_some_and(|source| self.is_inside_block(source, depth));
+        let is_view = |index| node.src(index).is_some_and(|source| source.op() == sys::GGML_OP_VIEW);
         match node.op() {
-            sys::GGML_OP_MUL_MAT_ID => self.claims_mul_mat_id(node),
+            sys::GGML_OP_MUL_MAT_ID => self.claims_by_weight(node, 0),
+            sys::GGML_OP_ADD_ID => self.claims_by_weight(node, 1),
             sys::GGML_OP_GLU => inside(0) && (node.src(1).is_none() || inside(1)),
+            sys::GGML_OP_UNARY | sys::GGML_OP_SQR | sys::GGML_OP_CLAMP | sys::GGML_OP_SCALE => inside(0),
+            // By something of the block, or by its scales; never by the router's weights.
+            sys::GGML_OP_MUL => inside(0) && (inside(1) || node.src(1).is_some_and(|s| self.is_scale_per_request(s))),
+            // LoRA's delta. The sum over a token's experts adds views: that one stays with the main backend.
+            sys::GGML_OP_ADD => !is_view(0) && !is_view(1) && inside(0) && inside(1),
             _ => false,
         }
     }

@@ -158,7 +158,7 @@ pub struct LayerRecord {
     pub n_expert: u32,
     /// Experts per token in this layer.
     pub n_expert_used: u32,
-    /// What the layer's expert FFN looked like, see [`crate::moe::Shape::name`].
+    /// What the layer's expert FFN looked like, see [`crate::moe::Shape`].
     pub block: String,
     /// 16 hex digits over the layer's tensors.
     pub fingerprint: String,
