@@ -1,0 +1,180 @@
+"""The launcher: bad input ends with exit code 2 and one line; good input reaches the program unchanged.
+
+`fake` programs are shell scripts that say what llama.cpp programs say to --version and --help and print their
+arguments and environment instead of working.
+"""
+
+import json
+import os
+import stat
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from paths import LAUNCHER, PLUGIN, STOCK_BIN
+from processes import stock_environment
+
+OUR_VERSION = "version: 0.5.0-dev (build 11312, commit 0c1e57098)"
+SERVER_HELP = "-cmoe, --cpu-moe   keep all experts in the CPU\n-ncmoe, --n-cpu-moe N   of the first N layers"
+PERF_OUT = "LLAMA_ARG_MOE_LAYER_PERF_OUT"
+TIMEOUT_S = 30
+
+
+@dataclass
+class Answer:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def started(self) -> dict:
+        """What the fake program was started with."""
+        return json.loads(self.out)
+
+
+def launch(*args, cwd: Path | None = None, **environment: str) -> Answer:
+    done = subprocess.run(
+        [str(word) for word in (LAUNCHER, *args)],
+        env=stock_environment(**environment),
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    return Answer(done.returncode, done.stdout, done.stderr)
+
+
+def write_fake(path: Path, version: str = OUR_VERSION, help_text: str = SERVER_HELP) -> Path:
+    path.write_text(f"""#!/usr/bin/env python3
+import json, os, sys
+if sys.argv[1:] == ["--version"]: print({version!r}, file=sys.stderr)
+elif sys.argv[1:] == ["--help"]: print({help_text!r})
+else: print(json.dumps({{"args": sys.argv[1:], "environment": dict(os.environ)}}))
+""")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+@pytest.fixture
+def fake(tmp_path) -> Path:
+    return write_fake(tmp_path / "llama-fake")
+
+
+@pytest.fixture
+def out_file(tmp_path) -> Path:
+    return tmp_path / "experts.json"
+
+
+FLAG = "--moe-layer-perf-out"
+# name: the arguments, and what the one line must say: what was given and what was expected.
+# {} is the test's folder, which holds the programs `good` and `old` and the files `plain` and `wrong.json`.
+BAD_INPUTS = {
+    "no such program by name": (["llama-nonsense"], ["llama-nonsense", "expected a llama.cpp program"]),
+    "no such program by path": (["{}/none"], ["{}/none", "expected the path of an executable"]),
+    "a file that is no program": (["{}/plain"], ["{}/plain", "expected the path of an executable"]),
+    "a folder as program": (["{}"], ["{}", "expected the path of an executable"]),
+    "another revision": (["{}/old", "-m", "x"], ["{}/old", "79c1160b0", "expected commit 0c1e57098"]),
+    "unknown flag": (["{}/good", "--moe-nonsense"], ["--moe-nonsense", f"our flags are {FLAG} FILE"]),
+    "flag without value": (["{}/good", FLAG], ["a value is required", FLAG]),
+    "flag before another flag": (["{}/good", FLAG, "-m", "x"], ["a value is required", FLAG]),
+    "empty value": (["{}/good", f"{FLAG}="], ["a value is required", FLAG]),
+    "no such folder": (["{}/good", FLAG, "{}/no/e.json"], ["{}/no/e.json", "expected an existing folder"]),
+    "not writable": (["{}/good", FLAG, "/proc/e.json"], ["/proc/e.json", "expected an existing folder"]),
+    "a folder": (["{}/good", FLAG, "{}"], ["{}", "it is a folder", "expected a new file"]),
+    "a device": (["{}/good", FLAG, "/dev/null"], ["/dev/null", "not a regular file", "expected a new file"]),
+    "no profile": (["{}/good", FLAG, "{}/plain"], ["{}/plain", "not a routing profile", "expected a new file"]),
+    "another schema": (["{}/good", FLAG, "{}/wrong.json"], ["other.v9", "llama.cpp.moe_layer_perf.v1"]),
+}
+
+
+@pytest.mark.parametrize("name", BAD_INPUTS)
+def test_bad_input_is_refused_with_one_line(tmp_path, name):
+    write_fake(tmp_path / "good")
+    write_fake(tmp_path / "old", version="version: 6123 (79c1160b0)")
+    (tmp_path / "plain").write_text("neither a program nor a profile")
+    (tmp_path / "wrong.json").write_text('{"schema": "other.v9", "layers": []}')
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    args, said = ([text.format(tmp_path) for text in texts] for texts in BAD_INPUTS[name])
+    answer = launch(*args)
+    assert answer.code == 2, answer
+    assert answer.out == ""
+    lines = answer.err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("moe-hot: "), answer.err
+    for part in said:
+        assert part in lines[0]
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before, "nothing is lost or left behind"
+
+
+def test_a_bad_path_in_the_environment_is_refused_too(fake, tmp_path):
+    answer = launch(fake, **{PERF_OUT: str(tmp_path)})
+    assert answer.code == 2 and "it is a folder" in answer.err
+
+
+def test_no_program_is_refused_with_usage():
+    answer = launch()
+    assert answer.code == 2 and "Usage: moe-hot PROGRAM" in answer.err
+
+
+def test_another_backend_in_the_environment_is_not_replaced(fake):
+    answer = launch(fake, GGML_BACKEND_PATH="/opt/libother.so")
+    assert answer.code == 2 and "/opt/libother.so" in answer.err and "expected it unset" in answer.err
+    assert launch(fake, GGML_BACKEND_PATH=str(PLUGIN)).code == 0
+
+
+def test_our_flag_becomes_environment_and_the_rest_stays(fake, out_file):
+    started = launch(fake, "-m", "a b.gguf", FLAG, out_file, "--temp", "0", "-p", "--moe").started
+    assert started["args"] == ["--cpu-moe", "-m", "a b.gguf", "--temp", "0", "-p", "--moe"]
+    assert started["environment"][PERF_OUT] == str(out_file)
+    assert Path(started["environment"]["GGML_BACKEND_PATH"]).samefile(PLUGIN)
+    assert not out_file.exists(), "the launcher only looks"
+
+
+def test_a_relative_profile_path_is_made_absolute(fake, tmp_path):
+    started = launch(fake, f"{FLAG}=experts.json", cwd=tmp_path).started
+    assert started["environment"][PERF_OUT] == str(tmp_path / "experts.json")
+
+
+def test_an_earlier_profile_may_be_replaced(fake, out_file):
+    out_file.write_text('{"schema": "llama.cpp.moe_layer_perf.v1", "layers": []}')
+    assert launch(fake, FLAG, out_file).code == 0
+
+
+@pytest.mark.parametrize("given", [["--cpu-moe"], ["-cmoe"], ["-ncmoe", "2"], ["--n-cpu-moe", "2"], ["-ot", "exps=CPU"]])
+def test_a_users_own_placement_is_kept(fake, out_file, given):
+    assert launch(fake, *given, FLAG, out_file).started["args"] == given
+
+
+@pytest.mark.parametrize("name", ["LLAMA_ARG_CPU_MOE", "LLAMA_ARG_N_CPU_MOE", "LLAMA_ARG_OVERRIDE_TENSOR"])
+def test_a_users_own_placement_in_the_environment_is_kept(fake, out_file, name):
+    assert launch(fake, FLAG, out_file, **{name: "1"}).started["args"] == []
+
+
+def test_placement_is_in_the_programs_own_words(tmp_path, out_file):
+    bench = write_fake(tmp_path / "bench", help_text="-ncmoe, --n-cpu-moe <n>  (default: 0)")
+    assert launch(bench, FLAG, out_file).started["args"] == ["-ncmoe", "999"]
+    other = write_fake(tmp_path / "other", help_text="usage: other model.gguf")
+    assert launch(other, FLAG, out_file).started["args"] == []
+
+
+def test_without_our_flags_nothing_is_added(fake):
+    started = launch(fake, "-m", "x").started
+    assert started["args"] == ["-m", "x"]
+    assert PERF_OUT not in started["environment"]
+
+
+def test_a_bare_name_is_found_in_our_own_build_of_stock():
+    answer = launch("llama-server", "--version")
+    assert answer.code == 0 and OUR_VERSION in answer.out + answer.err
+
+
+def test_a_bare_name_is_found_in_path(tmp_path):
+    write_fake(tmp_path / "llama-mine")
+    started = launch("llama-mine", "x", PATH=f"{tmp_path}:{os.environ['PATH']}").started
+    assert started["args"] == ["x"]
+
+
+def test_a_program_that_does_not_say_its_revision_is_let_through():
+    answer = launch(STOCK_BIN / "llama-quantize", "--help")
+    assert "usage" in (answer.out + answer.err).lower()
