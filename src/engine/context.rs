@@ -125,7 +125,6 @@ mod tests {
     use super::*;
     use crate::ggml::Tensor;
     use crate::ggml::testing::{Builder, load_cpu};
-    use crate::routing::BatchKind;
 
     const N_EXPERT: i64 = 256;
     const N_USED: i64 = 8;
@@ -146,11 +145,12 @@ mod tests {
         (ids, down)
     }
 
-    fn counts(context: &Context, kind: BatchKind) -> (u64, u64) {
+    /// Calls and requests of the first layer, for batches of one token and of more.
+    fn counted(context: &Context) -> [(u64, u64); 2] {
         let profile = context.model.as_ref().unwrap().profile(32);
         let record = &profile.moe_hot.unwrap().layers[0];
-        let counts = if kind == BatchKind::Single { &record.batch_1 } else { &record.batch_2_up };
-        (counts.calls, counts.experts.iter().map(|(_, count)| count).sum())
+        [&record.batch_1, &record.batch_2_up]
+            .map(|counts| (counts.calls, counts.experts.iter().map(|(_, count)| count).sum()))
     }
 
     #[test]
@@ -167,8 +167,7 @@ mod tests {
         }
         b.fill(ids.storage(), &[255]);
         assert_eq!(context.compute(&graph), sys::GGML_STATUS_SUCCESS);
-        assert_eq!(counts(&context, BatchKind::Multi), (2, 2 * 2 * N_USED as u64), "the failed calls are not counted");
-        assert_eq!(counts(&context, BatchKind::Single), (0, 0));
+        assert_eq!(counted(&context), [(0, 0), (2, 2 * 2 * N_USED as u64)], "the failed calls are not counted");
     }
 
     #[test]
@@ -178,7 +177,7 @@ mod tests {
         let (_, down) = block(&b, 0, 0);
         let mut context = Context::new().unwrap();
         assert_eq!(context.compute(&b.graph(down)), sys::GGML_STATUS_SUCCESS);
-        assert_eq!(counts(&context, BatchKind::Multi), (0, 0));
+        assert_eq!(counted(&context), [(0, 0); 2]);
     }
 
     #[test]
@@ -192,7 +191,7 @@ mod tests {
             let alone = Builder::new();
             assert_eq!(context.compute(&alone.graph_of_one(node)), sys::GGML_STATUS_SUCCESS);
         }
-        assert_eq!(counts(&context, BatchKind::Single), (1, N_USED as u64));
+        assert_eq!(counted(&context), [(1, N_USED as u64), (0, 0)]);
     }
 
     /// The bar is the project's: recording costs under 1 µs per layer and token.

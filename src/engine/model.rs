@@ -3,8 +3,8 @@
 use crate::ggml::Tensor;
 use crate::moe::Shape;
 use crate::routing::{
-    BatchCounts, BatchKind, LayerCounts, LayerPerf, LayerRecord, ModelId, MoeHot, Profile, SCHEMA, Summary, TensorId,
-    combine_fingerprints,
+    BatchCounts, Counter, Counts, LayerCounts, LayerPerf, LayerRecord, ModelId, MoeHot, Profile, SCHEMA, Summary,
+    TensorId, combine_fingerprints,
 };
 use std::collections::{BTreeMap, HashMap};
 use std::path::PathBuf;
@@ -115,7 +115,7 @@ impl Model {
     /// Calls of all layers so far, if that is more than the last saved profile holds.
     pub fn unsaved_calls(&self) -> Option<u64> {
         let inner = self.inner();
-        let calls = inner.layers.iter().map(|layer| all_calls(&layer.counts)).sum();
+        let calls = inner.layers.iter().map(|layer| layer.counts.calls()).sum();
         (calls > inner.saved_calls).then_some(calls)
     }
 
@@ -134,7 +134,9 @@ impl Model {
         let inner = self.inner();
         let mut layers: Vec<_> = inner.layers.iter().collect();
         layers.sort_by_key(|layer| layer.counts.layer());
-        let perf: Vec<_> = layers.iter().map(|layer| layer_perf(&layer.counts)).collect();
+        let counts: Vec<_> = layers.iter().map(|layer| layer.counts.snapshot()).collect();
+        let seen = || layers.iter().zip(&counts);
+        let perf: Vec<_> = seen().map(|(layer, counts)| layer_perf(layer.counts.layer(), counts)).collect();
         let layer_calls = perf.iter().map(|layer| layer.calls).sum();
         Profile {
             enabled: true,
@@ -150,7 +152,7 @@ impl Model {
             moe_hot: Some(MoeHot {
                 format: 1,
                 min_batch_stock,
-                layers: layers.iter().map(|layer| inner.record(layer)).collect(),
+                layers: seen().map(|(layer, counts)| inner.record(layer, counts)).collect(),
             }),
         }
     }
@@ -184,7 +186,7 @@ impl Inner {
         }
     }
 
-    fn record(&self, layer: &Layer) -> LayerRecord {
+    fn record(&self, layer: &Layer, counts: &Counts) -> LayerRecord {
         let number = layer.counts.layer();
         let of_layer = self.tensors.values().filter(|(owner, _)| *owner == number);
         LayerRecord {
@@ -193,23 +195,18 @@ impl Inner {
             n_expert_used: layer.n_used,
             block: layer.shape().to_string(),
             fingerprint: combine_fingerprints(of_layer.map(|(_, id)| id.as_str())),
-            batch_1: batch_counts(&layer.counts, BatchKind::Single),
-            batch_2_up: batch_counts(&layer.counts, BatchKind::Multi),
+            batch_1: batch_counts(&counts.single),
+            batch_2_up: batch_counts(&counts.multi),
         }
     }
 }
 
-fn all_calls(counts: &LayerCounts) -> u64 {
-    counts.calls(BatchKind::Single) + counts.calls(BatchKind::Multi)
+fn layer_perf(number: u32, counts: &Counts) -> LayerPerf {
+    LayerPerf::all_cold(number, counts.calls(), without_zeros(counts.experts()))
 }
 
-fn layer_perf(counts: &LayerCounts) -> LayerPerf {
-    let both = counts.experts(BatchKind::Single).into_iter().zip(counts.experts(BatchKind::Multi));
-    LayerPerf::all_cold(counts.layer(), all_calls(counts), without_zeros(both.map(|(a, b)| a + b)))
-}
-
-fn batch_counts(counts: &LayerCounts, kind: BatchKind) -> BatchCounts {
-    BatchCounts { calls: counts.calls(kind), experts: without_zeros(counts.experts(kind)) }
+fn batch_counts(counter: &Counter) -> BatchCounts {
+    BatchCounts { calls: counter.calls, experts: without_zeros(counter.experts.iter().copied()) }
 }
 
 fn without_zeros(counts: impl IntoIterator<Item = u64>) -> Vec<(u32, u64)> {

@@ -1,46 +1,50 @@
-//! Counters of one layer: relaxed atomics, since several contexts may decode at once. No locks, no allocation.
+//! Counters of one layer. A short lock keeps ids and calls of one batch together; nothing waits while holding it.
 
 use crate::{Error, Result};
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Batches that are counted apart. Larger ones are stock's and not seen.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum BatchKind {
-    /// One token.
-    Single,
+/// What one kind of batch asked for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Counter {
+    /// Expert FFNs computed.
+    pub calls: u64,
+    /// Requests per expert, `[n_expert]`.
+    pub experts: Box<[u64]>,
+}
+
+/// Batches are counted apart by size. Larger ones are stock's and not seen.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Counts {
+    /// Batches of one token.
+    pub single: Counter,
     /// Two tokens up to the op-offload threshold minus one.
-    Multi,
+    pub multi: Counter,
 }
 
-impl BatchKind {
-    fn of(n_tokens: usize) -> Self {
-        if n_tokens == 1 { Self::Single } else { Self::Multi }
+impl Counts {
+    /// Calls of both kinds.
+    pub fn calls(&self) -> u64 {
+        self.single.calls + self.multi.calls
+    }
+
+    /// Requests per expert of both kinds, `[n_expert]`.
+    pub fn experts(&self) -> impl Iterator<Item = u64> {
+        self.single.experts.iter().zip(&self.multi.experts).map(|(a, b)| a + b)
     }
 }
 
-struct Counter {
-    calls: AtomicU64,
-    experts: Box<[AtomicU64]>,
-}
-
-impl Counter {
-    fn new(n_expert: u32) -> Self {
-        Self { calls: AtomicU64::new(0), experts: (0..n_expert).map(|_| AtomicU64::new(0)).collect() }
-    }
-}
-
-/// Requests per expert of one layer.
+/// Requests per expert of one layer, counted by every context that decodes.
 pub struct LayerCounts {
     layer: u32,
     n_expert: u32,
-    single: Counter,
-    multi: Counter,
+    counts: Mutex<Counts>,
 }
 
 impl LayerCounts {
     /// All zero.
     pub fn new(layer: u32, n_expert: u32) -> Self {
-        Self { layer, n_expert, single: Counter::new(n_expert), multi: Counter::new(n_expert) }
+        let zero = Counter { calls: 0, experts: vec![0; n_expert as usize].into() };
+        Self { layer, n_expert, counts: Mutex::new(Counts { single: zero.clone(), multi: zero }) }
     }
 
     /// Layer number.
@@ -55,30 +59,28 @@ impl LayerCounts {
 
     /// Counts one call with `n_tokens` tokens. Ids outside the layer are passed over.
     pub fn add(&self, n_tokens: usize, ids: impl Iterator<Item = (usize, usize, i32)>) {
-        let counter = self.counter(BatchKind::of(n_tokens));
+        let mut counts = self.lock();
+        let counter = if n_tokens == 1 { &mut counts.single } else { &mut counts.multi };
         for (_, _, id) in ids {
-            if let Some(count) = usize::try_from(id).ok().and_then(|id| counter.experts.get(id)) {
-                count.fetch_add(1, Relaxed);
+            if let Some(count) = usize::try_from(id).ok().and_then(|id| counter.experts.get_mut(id)) {
+                *count += 1;
             }
         }
-        counter.calls.fetch_add(1, Relaxed);
+        counter.calls += 1;
     }
 
-    /// Calls counted so far.
-    pub fn calls(&self, kind: BatchKind) -> u64 {
-        self.counter(kind).calls.load(Relaxed)
+    /// Everything counted so far, with whole batches only.
+    pub fn snapshot(&self) -> Counts {
+        self.lock().clone()
     }
 
-    /// Requests per expert so far, `[n_expert]`.
-    pub fn experts(&self, kind: BatchKind) -> Vec<u64> {
-        self.counter(kind).experts.iter().map(|count| count.load(Relaxed)).collect()
+    /// Calls of both kinds so far.
+    pub fn calls(&self) -> u64 {
+        self.lock().calls()
     }
 
-    fn counter(&self, kind: BatchKind) -> &Counter {
-        match kind {
-            BatchKind::Single => &self.single,
-            BatchKind::Multi => &self.multi,
-        }
+    fn lock(&self) -> MutexGuard<'_, Counts> {
+        self.counts.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -105,9 +107,10 @@ mod tests {
         let counts = LayerCounts::new(3, 4);
         counts.add(1, ids(&[0, 3]));
         counts.add(5, ids(&[3, 3, 1]));
-        assert_eq!(counts.experts(BatchKind::Single), [1, 0, 0, 1]);
-        assert_eq!(counts.experts(BatchKind::Multi), [0, 1, 0, 2]);
-        assert_eq!((counts.calls(BatchKind::Single), counts.calls(BatchKind::Multi)), (1, 1));
+        let counts = counts.snapshot();
+        assert_eq!(counts.single, Counter { calls: 1, experts: [1, 0, 0, 1].into() });
+        assert_eq!(counts.multi, Counter { calls: 1, experts: [0, 1, 0, 2].into() });
+        assert_eq!((counts.calls(), counts.experts().collect::<Vec<_>>()), (2, vec![1, 1, 0, 3]));
     }
 
     #[test]
@@ -117,5 +120,21 @@ mod tests {
             let message = check_ids(7, 4, ids(&[0, bad])).unwrap_err().to_string();
             assert!(message.contains("layer 7") && message.contains(&format!("id {bad} ")), "{message}");
         }
+    }
+
+    #[test]
+    fn a_snapshot_taken_while_others_count_holds_whole_batches_only() {
+        const BATCHES: u64 = 20_000;
+        let counts = LayerCounts::new(0, 8);
+        std::thread::scope(|scope| {
+            for first in [0, 4] {
+                let counts = &counts;
+                scope.spawn(move || (0..BATCHES).for_each(|_| counts.add(1, ids(&[first, first + 1, first + 2]))));
+            }
+            while counts.calls() < 2 * BATCHES {
+                let seen = counts.snapshot();
+                assert_eq!(seen.experts().sum::<u64>(), 3 * seen.calls());
+            }
+        });
     }
 }

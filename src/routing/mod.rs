@@ -5,6 +5,6 @@ mod counts;
 mod fingerprint;
 mod profile;
 
-pub use counts::{BatchKind, LayerCounts, check_ids};
+pub use counts::{Counter, Counts, LayerCounts, check_ids};
 pub use fingerprint::{TensorId, combine as combine_fingerprints};
 pub use profile::{BatchCounts, LayerPerf, LayerRecord, ModelId, MoeHot, Profile, SCHEMA, Summary, folder_of};
