@@ -6,6 +6,8 @@ use std::path::PathBuf;
 
 /// Environment name of `--moe-layer-perf-out`.
 pub const PERF_OUT: &str = "LLAMA_ARG_MOE_LAYER_PERF_OUT";
+/// For tests only: claim operations whose weights are not in any buffer yet, as test-backend-ops asks.
+pub const CLAIM_UNPLACED: &str = "MOE_HOT_TEST_CLAIM_UNPLACED";
 /// llama.cpp's own: batches of at least this many tokens may be computed on the GPU from host weights.
 pub const OFFLOAD_MIN_BATCH: &str = "GGML_OP_OFFLOAD_MIN_BATCH";
 /// llama.cpp's own default for it.
@@ -18,6 +20,8 @@ pub struct Config {
     pub perf_out: Option<PathBuf>,
     /// Batches of this many tokens and more are stock's; we serve 1 to this minus 1.
     pub offload_min_batch: u32,
+    /// See [`CLAIM_UNPLACED`].
+    pub claim_unplaced: bool,
 }
 
 impl Config {
@@ -30,6 +34,7 @@ impl Config {
         let perf_out = lookup(PERF_OUT).filter(|path| !path.is_empty()).map(PathBuf::from);
         Self {
             perf_out: perf_out.map(|path| std::path::absolute(&path).unwrap_or(path)),
+            claim_unplaced: lookup(CLAIM_UNPLACED).is_some_and(|value| value == "1"),
             offload_min_batch: lookup(OFFLOAD_MIN_BATCH).map_or(OFFLOAD_MIN_BATCH_DEFAULT, |text| threshold(&text)),
         }
     }

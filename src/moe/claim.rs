@@ -18,6 +18,8 @@ pub struct Claims {
     pub offload_min_batch: u32,
     /// Whether the loader may place experts with us.
     pub takes_experts: bool,
+    /// For tests only: whether weights without a buffer count as ours.
+    pub unplaced: bool,
 }
 
 impl Claims {
@@ -28,13 +30,18 @@ impl Claims {
             sys::GGML_OP_ADD_ID => self.claims_by_weight(op, 1),
             sys::GGML_OP_REPEAT => self.is_repeated_scale(op),
             sys::GGML_OP_GET_ROWS => self.is_scale_per_request(op),
+            sys::GGML_OP_NONE | sys::GGML_OP_VIEW => self.unplaced,
             _ => self.is_inside_block(op, MAX_DEPTH),
         }
     }
 
     /// An operation that picks experts out of source `weight` by the ids in source 2.
     fn claims_by_weight(&self, op: Tensor<'_>, weight: usize) -> bool {
-        let Some(buffer) = op.src(weight).and_then(|weights| self.weight_buffer(weights)) else { return false };
+        let Some(weights) = op.src(weight) else { return false };
+        if self.unplaced && weights.buffer().is_none() {
+            return true;
+        }
+        let Some(buffer) = self.weight_buffer(weights) else { return false };
         if is_loader_probe(&buffer) {
             return self.takes_experts;
         }
@@ -95,7 +102,7 @@ mod tests {
 
     /// Rules for a buffer type that, for the test, is called ours.
     fn rules(takes_experts: bool) -> Claims {
-        Claims { buffer_type: BufferType::cpu().unwrap(), offload_min_batch: 32, takes_experts }
+        Claims { buffer_type: BufferType::cpu().unwrap(), offload_min_batch: 32, takes_experts, unplaced: false }
     }
 
     fn projection(b: &Builder, usage: sys::ggml_backend_buffer_usage, n_tokens: i64) -> Tensor<'_> {

@@ -115,6 +115,7 @@ fn claims() -> &'static Claims {
             buffer_type: buffer_type::ours(),
             offload_min_batch: config.offload_min_batch,
             takes_experts: config.takes_experts(),
+            unplaced: config.claim_unplaced,
         }
     })
 }

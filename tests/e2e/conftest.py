@@ -14,6 +14,22 @@ from processes import free_port, listens, process, stock_environment, wait_for
 GENERATED = ["F16", *QUANTIZED]
 
 
+def pytest_addoption(parser) -> None:
+    parser.addoption("--full", action="store_true", help="run the tests marked `full` too")
+
+
+def pytest_configure(config) -> None:
+    config.addinivalue_line("markers", "full: runs with --full only")
+
+
+def pytest_collection_modifyitems(config, items) -> None:
+    if config.getoption("--full"):
+        return
+    deselected = [item for item in items if item.get_closest_marker("full")]
+    config.hook.pytest_deselected(items=deselected)
+    items[:] = [item for item in items if not item.get_closest_marker("full")]
+
+
 def shipped_model() -> Path:
     if not paths.SHIPPED_MODEL.exists():
         message = f"{paths.SHIPPED_MODEL.relative_to(paths.REPOSITORY)} is not there yet"

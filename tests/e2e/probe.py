@@ -9,6 +9,7 @@ import numpy as np
 from experts_json import Profile
 from paths import PLUGIN, PROBE
 from processes import run, stock_environment
+from splits import DEBUG_ENVIRONMENT, Split, graphs
 
 DEVICE = "MoEHot"
 RANDOM_SEED = 7
@@ -86,6 +87,15 @@ class Probe:
         assert DEVICE in result.devices
         result.out_file = out_file
         return result
+
+    def graphs(self, model: Path, steps: list, **options) -> list[list[Split]]:
+        """How the scheduler cut every graph, with the plugin recording; those of the steps come last."""
+        environment = stock_environment(
+            GGML_BACKEND_PATH=str(PLUGIN),
+            LLAMA_ARG_MOE_LAYER_PERF_OUT=str(self.folder / f"experts-{self.n_runs}.json"),
+            **DEBUG_ENVIRONMENT,
+        )
+        return graphs(self._run({"model": str(model), "steps": steps, **options}, environment).log)
 
     def inert(self, model: Path, steps: list, **options) -> Result:
         """With the plugin loaded but none of our options."""

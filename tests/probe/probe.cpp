@@ -1,12 +1,12 @@
 // moe-probe RUN.json OUT_DIR: loads a model as RUN.json says, runs its steps and writes OUT_DIR/result.json
-// (devices, token ids, durations, expert counts) and OUT_DIR/logits.bin (every logit asked for, raw f32, in
-// the order of the steps), so that two runs can be compared byte for byte. It knows llama.cpp's public API
+// (devices, token ids, durations, expert counts) and OUT_DIR/logits.bin (every logit asked for, or embedding,
+// raw f32, in the order of the steps), so that two runs can be compared byte for byte. It knows llama.cpp's public API
 // only, nothing of the plugin, which comes in by GGML_BACKEND_PATH. Exit code: 2 bad input, 1 failed run.
 //
 // RUN.json (all but "model" and "steps" may be left out):
 //   {"model": PATH, "load_mode": "mmap" | "none", "n_gpu_layers": 0, "rpc": "127.0.0.1:PORT", "cpu_moe": true,
 //    "repack": false, "contexts": 1, "n_ctx": 1024, "n_ubatch": 512, "n_seq": 1, "kv_unified": true,
-//    "n_threads": 2, "count_experts": false, "steps": [STEP, ...]}
+//    "n_threads": 2, "count_experts": false, "embeddings": false, "lora": PATH, "steps": [STEP, ...]}
 // STEP, on context "context" (0):
 //   {"op": "decode", "sequences": [{"id": 0, "tokens": [...]}, ...], "outputs": "all" | "last" | "none"}
 //   {"op": "greedy", "sequences": [0, ...], "n": 16}         n batches of one token per sequence
@@ -114,10 +114,14 @@ private:
 struct ModelFree {
     void operator()(llama_model * m) const { llama_model_free(m); }
 };
+struct LoraFree {
+    void operator()(llama_adapter_lora * a) const { llama_adapter_lora_free(a); }
+};
 struct ContextFree {
     void operator()(llama_context * c) const { llama_free(c); }
 };
 using ModelPtr   = std::unique_ptr<llama_model, ModelFree>;
+using LoraPtr    = std::unique_ptr<llama_adapter_lora, LoraFree>;
 using ContextPtr = std::unique_ptr<llama_context, ContextFree>;
 
 // Registers the server's devices and returns them, NULL-terminated.
@@ -172,7 +176,20 @@ ModelPtr load_model(const json & run) {
     return model;
 }
 
-ContextPtr make_context(llama_model * model, const json & run, ExpertCounter * counter) {
+// An adapter for the whole run, or none.
+LoraPtr load_lora(llama_model * model, const json & run) {
+    if (!run.contains("lora")) {
+        return nullptr;
+    }
+    const std::string path = run.at("lora");
+    LoraPtr lora(llama_adapter_lora_init(model, path.c_str()));
+    if (!lora) {
+        throw std::runtime_error("cannot load adapter " + path);
+    }
+    return lora;
+}
+
+ContextPtr make_context(llama_model * model, const json & run, llama_adapter_lora * lora, ExpertCounter * counter) {
     llama_context_params params = llama_context_default_params();
     params.n_ctx                = run.value("n_ctx", 1024);
     params.n_batch              = params.n_ctx;
@@ -181,6 +198,10 @@ ContextPtr make_context(llama_model * model, const json & run, ExpertCounter * c
     params.kv_unified           = run.value("kv_unified", true);
     params.n_threads            = run.value("n_threads", 2);
     params.n_threads_batch      = params.n_threads;
+    if (run.value("embeddings", false)) {
+        params.embeddings   = true;
+        params.pooling_type = LLAMA_POOLING_TYPE_NONE;  // one row per token
+    }
     if (counter) {
         params.cb_eval           = ExpertCounter::callback;
         params.cb_eval_user_data = counter;
@@ -188,6 +209,10 @@ ContextPtr make_context(llama_model * model, const json & run, ExpertCounter * c
     ContextPtr context(llama_init_from_model(model, params));
     if (!context) {
         throw std::runtime_error("cannot create a context");
+    }
+    float scale = 1.0f;
+    if (lora && llama_set_adapters_lora(context.get(), &lora, 1, &scale) != 0) {
+        throw std::runtime_error("cannot use the adapter");
     }
     return context;
 }
@@ -202,7 +227,21 @@ struct Session {
     };
 
     ContextPtr context;
+    bool embeddings = false;
     std::map<llama_seq_id, Sequence> sequences;
+
+    // The logits, or the embedding, of one token of the last batch.
+    std::vector<float> row(int32_t i) const {
+        const llama_model * model = llama_get_model(context.get());
+        const float * values      = embeddings ? llama_get_embeddings_ith(context.get(), i)
+                                               : llama_get_logits_ith(context.get(), i);
+        if (!values) {
+            throw std::runtime_error("no output for token " + std::to_string(i));
+        }
+        const int32_t size =
+            embeddings ? llama_model_n_embd_out(model) : llama_vocab_n_tokens(llama_model_get_vocab(model));
+        return {values, values + size};
+    }
 };
 
 // What a step leaves: one record per decoded batch, and the logits in the same order.
@@ -263,19 +302,17 @@ Output decode(Session & session, const std::vector<SequenceTokens> & input, cons
         throw std::runtime_error("llama_decode returned " + std::to_string(status));
     }
 
-    const llama_model * model = llama_get_model(session.context.get());
-    const int32_t n_vocab     = llama_vocab_n_tokens(llama_model_get_vocab(model));
     Output out;
     json next = json::array();
     for (int32_t i = 0; i < batch.batch.n_tokens; i++) {
         if (!batch.batch.logits[i]) {
             continue;
         }
-        const float * row       = llama_get_logits_ith(session.context.get(), i);
-        const llama_token token = std::max_element(row, row + n_vocab) - row;
+        const std::vector<float> row = session.row(i);
+        const llama_token token      = std::max_element(row.begin(), row.end()) - row.begin();
         session.sequences[batch.batch.seq_id[i][0]].next = token;
         next.push_back(token);
-        out.logits.insert(out.logits.end(), row, row + n_vocab);
+        out.logits.insert(out.logits.end(), row.begin(), row.end());
     }
     const auto us = std::chrono::duration_cast<std::chrono::microseconds>(end - start).count();
     out.batches.push_back({{"n_tokens", n_tokens}, {"next", next}, {"microseconds", us}});
@@ -374,9 +411,11 @@ void run(const json & run, const std::filesystem::path & out_dir) {
     const bool count_experts = run.value("count_experts", false);
 
     ModelPtr model = load_model(run);
+    LoraPtr lora   = load_lora(model.get(), run);
     std::vector<Session> sessions(run.value("contexts", 1));
     for (Session & session : sessions) {
-        session.context = make_context(model.get(), run, count_experts ? &counter : nullptr);
+        session.context    = make_context(model.get(), run, lora.get(), count_experts ? &counter : nullptr);
+        session.embeddings = run.value("embeddings", false);
     }
     const Output output = run_steps(sessions, run.at("steps"));
 

@@ -1,0 +1,79 @@
+"""llama-server for the ways in: started with the plugin or without, answers with their probabilities, router requests."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import paths
+from processes import stock_environment, wait_for
+from server import GREEDY, REQUEST_TIMEOUT_S, Server, start
+
+COMMON = ["--no-repack", "--no-warmup", "-t", 2, "-c", 1024, "-np", 1]
+N_PROBABILITIES = 4
+STATE_TIMEOUT_S = 20
+
+
+@dataclass
+class Answer:
+    text: str
+    probabilities: list  # of the likeliest tokens at every position, as printed with all their digits
+    n_prompt: int
+    n_predicted: int
+    n_drafted: int
+    n_accepted: int
+
+    @property
+    def n_decoded(self) -> int:
+        """Tokens computed after the prompt: the last one predicted is never fed back."""
+        return self.n_predicted - 1
+
+
+@contextlib.contextmanager
+def serve(folder: Path, arguments: list, out_file: Path | None = None) -> Iterator[Server]:
+    """Stock, or through the launcher when a profile is wanted."""
+    started = [paths.LAUNCHER, "llama-server", "--moe-layer-perf-out", out_file]
+    command = started if out_file else [paths.STOCK_BIN / "llama-server"]
+    name = "ours" if out_file else "stock"
+    with start([*command, *COMMON, *arguments], folder, name, stock_environment()) as server:
+        yield server
+
+
+def post(server: Server, path: str, body: dict):
+    response = server.http.post(f"{server.url}{path}", json=body, timeout=REQUEST_TIMEOUT_S)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def get(server: Server, path: str):
+    response = server.http.get(f"{server.url}{path}", timeout=REQUEST_TIMEOUT_S)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def ask(server: Server, prompt: str, n_predict: int, **more) -> Answer:
+    """Greedy, without use of earlier requests' cache; `model="name"` for a router."""
+    body = {"prompt": prompt, "n_predict": n_predict, "n_probs": N_PROBABILITIES, **GREEDY, **more}
+    answer = post(server, "/completion", body)
+    timings = answer["timings"]
+    return Answer(
+        answer["content"],
+        answer["completion_probabilities"],
+        timings["prompt_n"],
+        timings["predicted_n"],
+        timings.get("draft_n", 0),
+        timings.get("draft_n_accepted", 0),
+    )
+
+
+def wait_for_sleep(server: Server) -> None:
+    wait_for("the server sleeps", lambda: get(server, "/props")["is_sleeping"], STATE_TIMEOUT_S)
+
+
+def router_states(server: Server) -> dict[str, str]:
+    return {model["id"]: model["status"]["value"] for model in get(server, "/models")["data"]}
+
+
+def unload(server: Server, model: str) -> None:
+    post(server, "/models/unload", {"model": model})
+    wait_for(f"{model} is unloaded", lambda: router_states(server)[model] == "unloaded", STATE_TIMEOUT_S)
