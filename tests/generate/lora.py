@@ -7,6 +7,8 @@ from pathlib import Path
 import gguf
 import numpy as np
 
+from writer import finish
+
 RANK = 8
 ADAPTED = ("_exps.weight", "_chexps.weight", "attn_q.weight")
 
@@ -23,10 +25,7 @@ def write_lora(model: Path, path: Path, seed: int) -> None:
         if tensor.name.endswith(ADAPTED):
             n_in, n_out, *n_expert = (int(n) for n in tensor.shape)
             add_pair(writer, random, tensor.name, n_in, n_out, n_expert)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
 
 
 def add_pair(writer, random, name: str, n_in: int, n_out: int, n_expert: list[int]) -> None:

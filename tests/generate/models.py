@@ -23,6 +23,7 @@ import numpy as np
 from architectures import ARCHITECTURES
 from blocks import TYPICAL_SCALE, BlockWriter
 from lora import write_lora
+from writer import finish
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
@@ -47,13 +48,6 @@ def write(architecture: str, writer: gguf.GGUFWriter) -> None:
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
     ARCHITECTURES[architecture].add(writer, SEED)
     finish(writer)
-
-
-def finish(writer: gguf.GGUFWriter) -> None:
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 def run_quantize(arguments: list) -> None:

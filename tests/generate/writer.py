@@ -149,3 +149,10 @@ def add_dense_ffn(tensors: Tensors, block: str, n_embd: int, n_ff: int, suffix: 
         tensors.matrix(f"{block}.ffn_gate{suffix}.weight", n_ff, n_embd)
     tensors.matrix(f"{block}.ffn_up{suffix}.weight", n_ff, n_embd)
     tensors.matrix(f"{block}.ffn_down{suffix}.weight", n_embd, n_ff)
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

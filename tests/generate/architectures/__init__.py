@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from . import deepseek, gemma, granite, grove, llama4, nemotron, nomic, openai, qwen, step
+from . import bench, deepseek, gemma, granite, grove, llama4, nemotron, nomic, openai, qwen, step
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,7 @@ ARCHITECTURES = {
     "qwen3moe": Architecture("qwen3moe", qwen.qwen3moe),
     "qwen3moe-scales": Architecture("qwen3moe", qwen.qwen3moe_scales),
     "qwen3moe-small": Architecture("qwen3moe", qwen.qwen3moe_small),
+    "qwen3moe-bench": Architecture("qwen3moe", bench.qwen3moe_bench),
     "qwen2moe": Architecture("qwen2moe", qwen.qwen2moe),
     "gpt-oss": Architecture("gpt-oss", openai.gpt_oss),
     "gemma4": Architecture("gemma4", gemma.gemma4),

@@ -1,0 +1,11 @@
+"""qwen3moe in realistic proportions, for measuring: experts of 0.84 MiB in Q4_K, 12 layers of 64, eight per token."""
+
+from writer import Sizes
+
+from .qwen import add_qwen3moe
+
+SIZES = Sizes(n_layer=12, n_embd=1024, n_head=16, n_head_kv=4, n_ff=512, n_expert=64, n_expert_used=8)
+
+
+def qwen3moe_bench(writer, seed: int) -> None:
+    add_qwen3moe(writer, seed, SIZES)
