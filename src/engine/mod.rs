@@ -11,17 +11,20 @@ pub use context::Context;
 pub use recorder::SAVE_INTERVAL;
 
 use crate::config::Config;
-use crate::ggml::{Level, Tensor, log};
+use crate::ggml::{Level, Tensor, is_hosts_log, log};
 use model::{Layer, Model};
 use recorder::Recorder;
 use std::collections::HashMap;
 use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, Once, OnceLock, PoisonError};
 
 /// The process's models, who uses them, and the recorder that saves their counts.
 pub struct Engine {
     config: Config,
     state: Mutex<State>,
+    /// Buffers of ours that are alive.
+    live_buffers: AtomicUsize,
 }
 
 #[derive(Default)]
@@ -42,7 +45,7 @@ pub fn engine() -> &'static Engine {
 
 impl Engine {
     fn new(config: Config) -> Self {
-        Self { config, state: Mutex::default() }
+        Self { config, state: Mutex::default(), live_buffers: AtomicUsize::new(0) }
     }
 
     /// What the user asked for.
@@ -57,16 +60,18 @@ impl Engine {
 
     fn context_opened(&self) {
         self.state().live_contexts += 1;
-        if !self.config.takes_experts() {
+        let is_inert = !self.config.takes_experts() && self.live_buffers.load(Relaxed) == 0;
+        if is_inert && is_hosts_log() {
             static ONCE: Once = Once::new();
             ONCE.call_once(|| log(Level::Info, "inert: no --moe-layer-perf-out given; experts stay with llama.cpp"));
         }
     }
 
-    /// Saves what the context's model has learnt; ends the recorder with the last context.
+    /// Saves what has been learnt; ends the recorder with the last context.
     fn context_closed(&self, model: Option<&Model>) {
-        if let Some(model) = model {
-            recorder::save(&self.config, model);
+        if model.is_some() {
+            // All models, in the order in which they appeared: the first gets the file that was asked for.
+            self.models().iter().for_each(|model| recorder::save(&self.config, model));
         }
         let recorder = {
             let mut state = self.state();
@@ -116,8 +121,14 @@ impl Engine {
         Some(layer)
     }
 
+    /// Notes a new buffer of ours.
+    pub fn buffer_made(&self) {
+        self.live_buffers.fetch_add(1, Relaxed);
+    }
+
     /// Forgets a buffer whose memory is about to go; its addresses may be used again.
     pub fn forget_buffer(&self, buffer: usize) {
+        self.live_buffers.fetch_sub(1, Relaxed);
         if let Some(model) = self.state().by_buffer.remove(&buffer) {
             model.forget_buffer(buffer);
         }

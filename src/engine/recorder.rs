@@ -4,7 +4,8 @@ use super::engine;
 use super::model::{Destination, Model};
 use crate::config::Config;
 use crate::ggml::{Level, log};
-use crate::routing::Profile;
+use crate::routing::{Profile, folder_of};
+use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::sync::{Mutex, PoisonError};
@@ -59,6 +60,7 @@ pub fn save(config: &Config, model: &Model) {
     static SAVING: Mutex<Saving> = Mutex::new(Saving { failing: false });
     let mut saving = SAVING.lock().unwrap_or_else(PoisonError::into_inner);
     let (Some(asked), Some(calls)) = (&config.perf_out, model.unsaved_calls()) else { return };
+    let _held = if model.destination().is_none() { lock_folder(asked) } else { None };
     let Destination::File(path) = model.destination().unwrap_or_else(|| settle(asked, model)) else { return };
     match model.profile(config.offload_min_batch).write(&path) {
         Ok(()) => {
@@ -71,6 +73,14 @@ pub fn save(config: &Config, model: &Model) {
         }
         Err(_) => {}
     }
+}
+
+/// Held from the search for a free file until it is written: another process may have the same file in mind.
+/// `None` where the file system knows no locks.
+fn lock_folder(asked: &Path) -> Option<File> {
+    let folder = File::open(folder_of(asked)).ok()?;
+    folder.lock().ok()?;
+    Some(folder)
 }
 
 /// One save at a time; two models may have the same file in mind.
@@ -103,7 +113,11 @@ fn settle(asked: &Path, model: &Model) -> Destination {
     {
         log(
             Level::Warn,
-            &format!("{} belongs to another model: this one's profile goes to {}", asked.display(), path.display()),
+            &format!(
+                "{} is taken by another model: the profile of this one goes to {}",
+                asked.display(),
+                path.display()
+            ),
         );
     }
     model.set_destination(chosen.clone());

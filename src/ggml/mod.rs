@@ -18,7 +18,7 @@ pub use backend::{AbortCallback, Backend, Status};
 pub use buffer::{Buffer, BufferType};
 pub use device::Device;
 pub use graph::Graph;
-pub use log::{Level, log};
+pub use log::{Level, is_hosts_log, log, remember_hosts_log};
 pub use tensor::{Ids, Tensor};
 
 /// The generated bindings to the pinned revision of ggml.

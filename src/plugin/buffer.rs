@@ -53,6 +53,7 @@ pub(super) unsafe fn from_host_memory(data: *mut c_void, size: usize) -> sys::gg
 /// # Safety
 /// `inner` is a valid host buffer; its ownership passes to the new buffer.
 unsafe fn wrap(inner: sys::ggml_backend_buffer_t) -> sys::ggml_backend_buffer_t {
+    engine().buffer_made();
     // SAFETY: `inner` is valid; ggml owns and later deletes the struct it makes here.
     unsafe {
         let size = sys::ggml_backend_buffer_get_size(inner);

@@ -1,7 +1,7 @@
 //! The registry: one device, and the functions that llama.cpp looks up by name.
 
 use super::{NAME, Shared, backend, device, guard};
-use crate::ggml::{Level, RevisionCheck, check_host, log, sys};
+use crate::ggml::{Level, RevisionCheck, check_host, log, remember_hosts_log, sys};
 use std::ffi::{CStr, c_char, c_void};
 use std::ptr::null_mut;
 use std::sync::OnceLock;
@@ -20,6 +20,7 @@ pub(super) static REGISTRY: Shared<sys::ggml_backend_reg> = Shared::new(sys::ggm
 /// Checks the host once and says what it found once.
 pub(super) fn init() -> sys::ggml_backend_reg_t {
     static FITS: OnceLock<bool> = OnceLock::new();
+    remember_hosts_log();
     let fits = *FITS.get_or_init(|| match check_host() {
         Ok(RevisionCheck::Exact) => true,
         Ok(RevisionCheck::Weak) => {

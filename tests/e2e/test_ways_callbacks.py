@@ -1,4 +1,5 @@
-"""Programs that watch the graph: llama.cpp then hands over a layer in pieces, which the plugin computes and counts once."""
+"""Programs that watch the graph: llama.cpp then hands over a layer in pieces, and the plugin computes and counts it
+once, not once per piece."""
 
 import pytest
 

@@ -54,7 +54,7 @@ def inert_lines(log: str) -> list[str]:
     return [line for line in plugin_lines(log) if "moe-hot: inert: " in line]
 
 
-@pytest.mark.parametrize("type_name", ["Q4_K", "Q4_0", "F16"])
+@pytest.mark.parametrize("type_name", ["Q4_K", pytest.param("Q4_0", marks=pytest.mark.full), "F16"])
 def test_stocks_answer_and_stocks_buffers(tmp_path, type_name):
     programs = Programs(tmp_path, generated(type_name), repack=True)
     stock, ours = programs.stock(WAYS[0]), programs.inert(WAYS[0])
@@ -74,10 +74,10 @@ def test_whatever_the_user_says_about_experts(tmp_path, way):
     record_result(SHAPE, "Q4_K", way.name, "declined", WHY)
 
 
-@pytest.mark.parametrize("placed", [("-ngl", 99, "--cpu-moe"), ("-ngl", 0), ("-ngl", 99)], ids=lambda words: " ".join(map(str, words)))
+@pytest.mark.parametrize("placed", ["-ngl 99 --cpu-moe", "-ngl 0", "-ngl 99"])
 def test_with_a_device(tmp_path, rpc_endpoint, placed):
     programs = Programs(tmp_path, generated("Q4_K"), repack=True)
-    way = Way(f"nothing asked, {' '.join(map(str, placed))}, RPC device", (*placed, "--rpc", rpc_endpoint))
+    way = Way(f"nothing asked, {placed}, RPC device", (*placed.split(), "--rpc", rpc_endpoint))
     assert_stocks_own(programs.stock(way), programs.inert(way))
     record_result(SHAPE, "Q4_K", way.name, "declined", WHY)
 

@@ -12,7 +12,17 @@ import pytest
 from experts_json import Profile
 from models import generated
 from results import record_result
-from ways import N_LAYERS, RPC_NAME, SHAPE, Programs, Run, Way, assert_computed, assert_same_answer
+from ways import (
+    N_LAYERS,
+    RPC_NAME,
+    SHAPE,
+    Programs,
+    Run,
+    Way,
+    assert_computed,
+    assert_same_answer,
+    expected_rows,
+)
 
 MIB = 2**20
 MAY_USE_MIB = {"with -c": (5, 14, 18, 22, 40), "without -c": (5, 14, 40)}
@@ -48,7 +58,9 @@ def fitted_layers(programs: Programs, way: Way) -> tuple:
     text_profile = ours.profiles[0]
     if not text_profile.exists():
         return ()
-    layers = tuple(Profile.read(text_profile).layers)
+    profile = Profile.read(text_profile)
+    layers = tuple(profile.layers)
+    assert profile.n_rows == expected_rows(layers)
     for file in ours.profiles:
         file.unlink(missing_ok=True)  # the perplexity has a context of its own, and so a placement of its own
     return layers
@@ -75,6 +87,5 @@ def test_fit_beside_the_users_own_placement(programs, rpc_endpoint, placed, laye
     stock, ours = programs.stock(way), programs.recording(way)
     assert decided(ours) == decided(stock)
     assert_same_answer(stock, ours)
-    for file in ours.profiles:
-        assert_computed(file, layers)
+    assert_computed(ours, layers)
     record_result(SHAPE, TYPE, way.name, "equal")

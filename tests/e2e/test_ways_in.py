@@ -1,13 +1,13 @@
 """Every way in which a user places and loads experts: the same text and the same probabilities as stock, and the
 plugin computed the layers that were left to the CPU, no more and no fewer."""
 
-import itertools
-
 import pytest
 
 from models import generated
+from results import record_result
 from ways import (
     N_LAYERS,
+    N_ROWS,
     RPC_NAME,
     SHAPE,
     TYPE,
@@ -19,10 +19,20 @@ from ways import (
     plugin_lines,
     small_model,
 )
-from results import record_result
+from ways_models import lazy_gemma4
 
 EXPERTS = r"\.ffn_(up|down|gate)_exps"
 LOAD_MODES = ["auto", "none", "mmap", "mlock", "mmap+mlock", "dio"]
+
+
+def by_name(way: Way) -> str:
+    return " ".join(map(str, way.arguments)) or way.name
+
+
+def only_in_full(value):
+    """What adds little to another case."""
+    return pytest.param(value, marks=pytest.mark.full, id=by_name(value) if isinstance(value, Way) else value)
+
 
 WITHOUT_DEVICE = [
     Way("--cpu-moe", ("--cpu-moe",)),
@@ -33,13 +43,9 @@ WITHOUT_DEVICE = [
     Way("--cpu-moe by environment", environment={"LLAMA_ARG_CPU_MOE": "1"}),
     Way("--no-host", ("--no-host",), through_launcher=False),
     Way("--numa distribute", ("--numa", "distribute")),
-    Way("--numa isolate", ("--numa", "isolate")),
-    Way("--numa numactl", ("--numa", "numactl")),
     *(Way(f"--load-mode {mode}", ("--load-mode", mode)) for mode in LOAD_MODES),
-    *(
-        Way(f"--lazy-mode {lazy}, --load-mode {mode}", ("--lazy-mode", lazy, "--load-mode", mode))
-        for lazy, mode in itertools.product(("on", "off"), ("mmap", "none"))
-    ),
+    *(only_in_full(Way(f"--numa {kind}", ("--numa", kind))) for kind in ("isolate", "numactl")),
+    *(only_in_full(Way(f"--lazy-mode {mode}", ("--lazy-mode", mode))) for mode in ("on", "off")),
 ]
 
 # All layers' dense parts are on the device.
@@ -60,10 +66,6 @@ WITH_RPC = [
     Way("-ngl 1", ("-ngl", 1), through_launcher=False),  # the output layer alone
     Way("-ngl 2", ("-ngl", 2), through_launcher=False, layers=(0, 1)),
 ]
-
-
-def by_name(way: Way) -> str:
-    return " ".join(map(str, way.arguments)) or way.name
 
 
 @pytest.fixture
@@ -97,11 +99,21 @@ def test_with_dense_layers_on_rpc(programs, rpc_endpoint, way):
 
 def test_no_layer_on_a_device_that_is_there(programs, rpc_endpoint):
     """public-reports.md 9: a device, and none of the model on it."""
-    ours = assert_equal(programs, Way("-ngl 0, with a device", ("-ngl", 0, "--rpc", rpc_endpoint), through_launcher=False))
+    way = Way("-ngl 0, with a device", ("-ngl", 0, "--rpc", rpc_endpoint), through_launcher=False)
+    ours = assert_equal(programs, way)
     assert f"RPC0[{rpc_endpoint}]" not in ours.buffers
 
 
-@pytest.mark.parametrize("load_mode", LOAD_MODES)
+@pytest.mark.parametrize("load_mode", ["mmap", "none"])
+def test_a_tensor_that_is_read_on_demand(tmp_path, load_mode):
+    """`--lazy-mode on` maps the file for that tensor even where nothing else is memory-mapped."""
+    way = Way(f"--lazy-mode on, --load-mode {load_mode}", ("--lazy-mode", "on", "--load-mode", load_mode))
+    programs = Programs(tmp_path, lazy_gemma4(tmp_path / "lazy.gguf"))
+    ours = assert_equal(programs, way, "gemma4", "F16", n_rows_of_last=N_ROWS)  # which needs all of the prompt here
+    assert "tensor per_layer_token_embd.weight (size = 0 MiB) lazy read enabled" in ours.log
+
+
+@pytest.mark.parametrize("load_mode", ["mmap", "none", *map(only_in_full, ["auto", "mlock", "mmap+mlock", "dio"])])
 def test_a_split_file(tmp_path, load_mode):
     """Three files: with a memory map, one of our buffers per file."""
     way = Way(f"split GGUF, --load-mode {load_mode}", ("--load-mode", load_mode))
@@ -133,6 +145,5 @@ def test_profiles_of_fewer_and_more_layers_replace_each_other(programs, rpc_endp
     out_file.parent.mkdir()
     for n in (2, 1, N_LAYERS):
         way = with_rpc(Way("--n-cpu-moe", ("--n-cpu-moe", n), layers=tuple(range(n))), rpc_endpoint)
-        programs.recording(way, out_file)
-        assert_computed(out_file, way.layers)
+        assert_computed(programs.recording(way, out_file), way.layers)
     assert {path.name for path in out_file.parent.iterdir()} == {out_file.name, f"perplexity-{out_file.name}"}

@@ -15,6 +15,7 @@ MAIN_TYPE, OTHER_TYPE = "Q4_K", "F16"
 SHORT = "Once upon a"
 LONG = "The expert tensors of a layer stay where they are; what moves is the routing. " * 4
 DRAFT = ["--spec-type", "draft-simple", "--spec-draft-n-max", 4]
+SLEEP = ["--sleep-idle-seconds", 2]  # longer than the client ever pauses
 
 
 @pytest.fixture
@@ -44,14 +45,18 @@ def converse(server, **more) -> list:
     return [ask(server, prompt, n, **more) for prompt, n in ((SHORT, 40), (LONG, 16), ("x", 8))]
 
 
+@pytest.mark.parametrize("dense", ["CPU", "RPC"])
 @pytest.mark.parametrize("draft_type", [OTHER_TYPE, MAIN_TYPE], ids=["another model", "the same file"])
-def test_a_draft_model(probe, tmp_path, out_file, draft_type):
+def test_a_draft_model(probe, tmp_path, out_file, request, draft_type, dense):
     """Two MoE models in one process. The main model's profile is the file that was asked for."""
     arguments = ["-m", generated(MAIN_TYPE), "-md", generated(draft_type), "--cpu-moe", "--spec-draft-cpu-moe", *DRAFT]
+    if dense == "RPC":
+        arguments += ["--rpc", request.getfixturevalue("rpc_endpoint"), "-ngl", 99, "-ngld", 99]
     with serve(tmp_path, arguments) as server:
         stock = converse(server)
     with serve(tmp_path, arguments, out_file) as server:
         ours = converse(server)
+        assert "moe-hot-save" in thread_names(server.child.pid)
         server.stop()
     assert ours == stock
     assert sum(answer.n_accepted for answer in ours) > 0, "no draft was of use"
@@ -61,7 +66,7 @@ def test_a_draft_model(probe, tmp_path, out_file, draft_type):
     assert draft.raw["model"] == identity(probe, draft_type)
     assert n_calls(main, "batch_2_up") > n_calls(main, "batch_1"), "the main model checks several tokens at once"
     assert n_calls(draft, "batch_1") > n_calls(draft, "batch_2_up"), "the draft makes them one at a time"
-    record_result(SHAPE, MAIN_TYPE, f"draft model ({draft_type})", "equal")
+    record_result(SHAPE, MAIN_TYPE, f"draft model ({draft_type}), dense on {dense}", "equal")
 
 
 def n_calls(profile: Profile, batch_class: str) -> int:
@@ -122,7 +127,7 @@ def test_a_model_unloaded_and_loaded_again_in_one_process(tmp_path, out_file):
     with serve(tmp_path, model) as server:
         stock = [converse(server) for _ in range(3)]
     ours = []
-    with serve(tmp_path, [*model, "--sleep-idle-seconds", 1], out_file) as server:
+    with serve(tmp_path, [*model, *SLEEP], out_file) as server:
         for _ in range(3):
             ours.append(converse(server))
             wait_for_sleep(server)
@@ -134,6 +139,31 @@ def test_a_model_unloaded_and_loaded_again_in_one_process(tmp_path, out_file):
     lives = [rows(answers) for answers in ours]
     assert Profile.read(out_file).n_rows == {layer: sum(life[layer] for life in lives) for layer in range(3)}
     record_result(SHAPE, MAIN_TYPE, "unloaded and loaded again (--sleep-idle-seconds)", "equal")
+
+
+@pytest.mark.parametrize("draft_type", [OTHER_TYPE, MAIN_TYPE], ids=["another model", "the same file"])
+def test_two_models_unloaded_and_loaded_again(tmp_path, out_file, draft_type):
+    """Each goes on in its own profile, also where both are of one file: two equal lives, twice the counts of one."""
+    arguments = ["-m", generated(MAIN_TYPE), "-md", generated(draft_type), *DRAFT, *SLEEP]
+    with serve(tmp_path, arguments, out_file) as server:
+        first_answers = converse(server)
+        wait_for_sleep(server)
+        first = requests_by_batch_size(out_file)
+        assert converse(server) == first_answers
+        server.stop()
+    assert len({file for file, *_ in first}) == 2
+    assert requests_by_batch_size(out_file) == {key: 2 * n for key, n in first.items()}
+
+
+def requests_by_batch_size(out_file) -> dict[tuple, int]:
+    """{(file, layer, batch class, expert): requests}"""
+    return {
+        (name, layer, batch_class, expert): n
+        for name, profile in profiles(out_file).items()
+        for layer, classes in profile.by_batch_size.items()
+        for batch_class, counts in classes.items()
+        for expert, n in counts["experts"].items()
+    }
 
 
 @pytest.mark.parametrize("pooling", ["mean", "last", "none"])

@@ -20,12 +20,14 @@ RPC_NAME = "dense on RPC"
 
 COMPLETION, PERPLEXITY = "llama-completion", "llama-perplexity"
 N_PREDICTED = 100
-PROMPT = "Once upon a time"
+PROMPT, N_PROMPT = "Once upon a time", 15  # " t" is one token, every other byte is one
 GENERATE = ["-no-cnv", "--temp", 0, "-n", N_PREDICTED, "-p", PROMPT, "--no-warmup"]
 LEAST_TEXT = 60  # bytes
 TEXT = "What a layer asks for differs by kind of text: prose, programs, pages of a manual. " * 4
 N_BATCH = 16
 SCORE = ["-c", 64, "-b", N_BATCH, "-ub", N_BATCH]
+N_ROWS = N_PROMPT + N_PREDICTED - 1  # that a layer sees: the last token predicted is never fed back
+N_ROWS_OF_LAST_LAYER = N_PREDICTED  # as a rule only one of the prompt
 ALWAYS = ["-t", 2, "-lv", 4]  # 4 shows the buffers and whatever the plugin says
 
 
@@ -134,20 +136,30 @@ def assert_same_answer(stock: Run, ours: Run) -> None:
     assert ours.log_probabilities == stock.log_probabilities
 
 
-def assert_computed(profile_file: Path, layers: tuple) -> Profile:
-    profile = Profile.read(profile_file)
-    assert profile.layers == list(layers)
-    assert all(n > 0 for n in profile.n_requests.values())
-    return profile
+def assert_computed(run: Run, layers: tuple, n_rows_of_last: int = N_ROWS_OF_LAST_LAYER) -> None:
+    """Exactly these layers, in both programs; of the text, which starts with a small batch, every token once."""
+    text, perplexity = map(Profile.read, run.profiles)
+    assert text.layers == perplexity.layers == list(layers)
+    assert text.n_rows == expected_rows(layers, n_rows_of_last)
+    assert all(n > 0 for n in perplexity.n_rows.values())
 
 
-def assert_equal(programs: Programs, way: Way, shape: str = SHAPE, type_name: str = TYPE) -> Run:
+def expected_rows(layers: tuple, n_rows_of_last: int = N_ROWS_OF_LAST_LAYER) -> dict[int, int]:
+    return {layer: n_rows_of_last if layer == N_LAYERS - 1 else N_ROWS for layer in layers}
+
+
+def assert_equal(
+    programs: Programs,
+    way: Way,
+    shape: str = SHAPE,
+    type_name: str = TYPE,
+    n_rows_of_last: int = N_ROWS_OF_LAST_LAYER,
+) -> Run:
     """The same answer as stock, computed by the plugin in exactly the layers that the way leaves to the CPU."""
     stock, ours = programs.stock(way), programs.recording(way)
     assert "MoEHot" not in stock.log
     assert_same_answer(stock, ours)
-    for file in ours.profiles:
-        assert_computed(file, way.layers)
+    assert_computed(ours, way.layers, n_rows_of_last)
     record_result(shape, type_name, way.name, "equal")
     return ours
 

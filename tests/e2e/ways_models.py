@@ -1,4 +1,5 @@
-"""Models that only the tests of the ways in need: one large enough to weigh, one with a tensor that is read on demand."""
+"""Models that only the tests of the ways in need: one large enough to weigh, and one with a tensor that is read on
+demand."""
 
 from pathlib import Path
 
@@ -6,7 +7,17 @@ import gguf
 
 import paths  # noqa: F401  (makes the generator's modules importable)
 from architectures import gemma
-from writer import Sizes, Tensors, add_attention, add_decoder_keys, add_ends, add_experts, add_router, vocabulary
+from writer import (
+    Sizes,
+    Tensors,
+    add_attention,
+    add_decoder_keys,
+    add_ends,
+    add_experts,
+    add_router,
+    finish,
+    vocabulary,
+)
 
 SEED = 1
 LARGE = Sizes(n_expert=48, n_expert_used=4, n_ff=512)
@@ -26,14 +37,15 @@ def large_qwen3moe(path: Path) -> Path:
         tensors.norm(f"{block}.ffn_norm.weight", LARGE.n_embd)
         add_router(tensors, block, LARGE)
         add_experts(tensors, block, LARGE)
-    return _write(writer, path)
+    finish(writer)
+    return path
 
 
 def lazy_gemma4(path: Path) -> Path:
     """F16, with per-layer token embeddings, which `--lazy-mode on` leaves on disk."""
     sizes = gemma.SIZES
     writer = _writer(path, "gemma4")
-    add_decoder_keys(writer, sizes)
+    add_decoder_keys(writer, sizes, n_ff=gemma.DENSE_FF)
     writer.add_expert_feed_forward_length(sizes.n_ff)
     writer.add_key_length_swa(sizes.head_dim)
     writer.add_value_length_swa(sizes.head_dim)
@@ -54,18 +66,11 @@ def lazy_gemma4(path: Path) -> Path:
         tensors.matrix(f"{block}.inp_gate.weight", EMBD_PER_LAYER, sizes.n_embd)
         tensors.matrix(f"{block}.proj.weight", sizes.n_embd, EMBD_PER_LAYER)
         tensors.norm(f"{block}.post_norm.weight", sizes.n_embd)
-    return _write(writer, path)
+    finish(writer)
+    return path
 
 
 def _writer(path: Path, architecture: str) -> gguf.GGUFWriter:
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
     return writer
-
-
-def _write(writer: gguf.GGUFWriter, path: Path) -> Path:
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path

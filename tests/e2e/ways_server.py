@@ -1,9 +1,12 @@
-"""llama-server for the ways in: started with the plugin or without, answers with their probabilities, router requests."""
+"""llama-server for the ways in: started with the plugin or without it, answers with their probabilities, states of a
+router and of a server that sleeps."""
 
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+import requests
 
 import paths
 from processes import stock_environment, wait_for
@@ -39,16 +42,21 @@ def serve(folder: Path, arguments: list, out_file: Path | None = None) -> Iterat
         yield server
 
 
-def post(server: Server, path: str, body: dict):
-    response = server.http.post(f"{server.url}{path}", json=body, timeout=REQUEST_TIMEOUT_S)
+def request(server: Server, method: str, path: str, body: dict | None = None):
+    """On a connection of its own: a router closes those that it keeps open whenever it likes."""
+    with requests.Session() as session:
+        session.trust_env = False  # no proxy
+        response = session.request(method, f"{server.url}{path}", json=body, timeout=REQUEST_TIMEOUT_S)
     assert response.status_code == 200, response.text
     return response.json()
+
+
+def post(server: Server, path: str, body: dict):
+    return request(server, "POST", path, body)
 
 
 def get(server: Server, path: str):
-    response = server.http.get(f"{server.url}{path}", timeout=REQUEST_TIMEOUT_S)
-    assert response.status_code == 200, response.text
-    return response.json()
+    return request(server, "GET", path)
 
 
 def ask(server: Server, prompt: str, n_predict: int, **more) -> Answer:
