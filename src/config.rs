@@ -39,7 +39,7 @@ impl Config {
         }
     }
 
-    /// Whether the plugin has a reason to take experts.
+    /// Whether the user asked for anything that needs experts.
     pub fn takes_experts(&self) -> bool {
         self.perf_out.is_some()
     }

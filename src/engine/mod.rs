@@ -11,7 +11,7 @@ pub use context::Context;
 pub use recorder::SAVE_INTERVAL;
 
 use crate::config::Config;
-use crate::ggml::{Level, Tensor, is_hosts_log, log};
+use crate::ggml::{Device, Level, Tensor, is_hosts_log, log};
 use model::{Layer, Model};
 use recorder::Recorder;
 use std::collections::HashMap;
@@ -58,12 +58,32 @@ impl Engine {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Whether the loader may place experts with us.
+    pub fn takes_experts(&self) -> bool {
+        self.inert().is_none()
+    }
+
+    /// Why there is nothing to win, and whether the user should hear of it unasked.
+    fn inert(&self) -> Option<(Level, String)> {
+        if !self.config.takes_experts() {
+            return Some((Level::Info, "no --moe-layer-perf-out given; experts stay with llama.cpp".into()));
+        }
+        let device = Device::shared_memory_gpu()?;
+        let name = device.name();
+        Some((
+            Level::Warn,
+            format!("{name} shares the host's memory, so llama.cpp runs experts there; nothing is recorded"),
+        ))
+    }
+
     fn context_opened(&self) {
         self.state().live_contexts += 1;
-        let is_inert = !self.config.takes_experts() && self.live_buffers.load(Relaxed) == 0;
-        if is_inert && is_hosts_log() {
+        if self.live_buffers.load(Relaxed) > 0 || !is_hosts_log() {
+            return;
+        }
+        if let Some((level, reason)) = self.inert() {
             static ONCE: Once = Once::new();
-            ONCE.call_once(|| log(Level::Info, "inert: no --moe-layer-perf-out given; experts stay with llama.cpp"));
+            ONCE.call_once(|| log(level, &format!("inert: {reason}")));
         }
     }
 

@@ -1,7 +1,8 @@
 //! Devices that the host has registered.
 
-use super::{BufferType, sys};
+use super::{BufferType, c_text, sys};
 use crate::{Error, Result};
+use std::borrow::Cow;
 use std::ptr::NonNull;
 
 /// A registered device; lives as long as the process.
@@ -17,6 +18,17 @@ impl Device {
     /// The first discrete GPU, if any.
     pub fn gpu() -> Option<Self> {
         Self::of_type(sys::GGML_BACKEND_DEVICE_TYPE_GPU)
+    }
+
+    /// A GPU that has no memory of its own, where no discrete one is there: llama.cpp then uses it.
+    pub fn shared_memory_gpu() -> Option<Self> {
+        if Self::gpu().is_some() { None } else { Self::of_type(sys::GGML_BACKEND_DEVICE_TYPE_IGPU) }
+    }
+
+    /// The device's short name.
+    pub fn name(&self) -> Cow<'static, str> {
+        // SAFETY: the device is registered and lives as long as the process, and so does its name.
+        unsafe { c_text(sys::ggml_backend_dev_name(self.as_raw())) }
     }
 
     fn of_type(kind: sys::ggml_backend_dev_type) -> Option<Self> {

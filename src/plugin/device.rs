@@ -110,11 +110,12 @@ unsafe extern "C" fn supports_buft(_: sys::ggml_backend_dev_t, kind: sys::ggml_b
 fn claims() -> &'static Claims {
     static CLAIMS: OnceLock<Claims> = OnceLock::new();
     CLAIMS.get_or_init(|| {
-        let config = engine().config();
+        let engine = engine();
+        let config = engine.config();
         Claims {
             buffer_type: buffer_type::ours(),
             offload_min_batch: config.offload_min_batch,
-            takes_experts: config.takes_experts(),
+            takes_experts: engine.takes_experts(),
             unplaced: config.claim_unplaced,
         }
     })

@@ -4,9 +4,10 @@
 //   moe-contracts BACKENDS NAME       checks one; exit code 0 if it is kept, else a line that says what was not
 //
 // BACKENDS is the folder with the ggml backends; the plugin is the one that GGML_BACKEND_PATH names.
-// Each contract runs in a process of its own and talks to the plugin through ggml's public interface only.
+// Each contract runs in a process of its own and talks to the plugin through ggml alone.
 
 #include "ggml-alloc.h"
+#include "ggml-backend-impl.h"
 #include "ggml-backend.h"
 #include "ggml.h"
 
@@ -455,6 +456,34 @@ void without_recording_the_loader_is_turned_away() {
     require(!supports(experts, 512, GGML_BACKEND_BUFFER_USAGE_ANY), "nothing to win: experts stay where stock puts them");
 }
 
+// A GPU without memory of its own, as far as the plugin looks at it.
+ggml_backend_reg_t shared_memory_gpu() {
+    static ggml_backend_reg    registry = {};
+    static ggml_backend_device device   = {};
+    device.reg                          = &registry;
+    device.iface.get_name               = [](ggml_backend_dev_t) { return "Shared0"; };
+    device.iface.get_type               = [](ggml_backend_dev_t) { return GGML_BACKEND_DEVICE_TYPE_IGPU; };
+    registry.api_version                = GGML_BACKEND_API_VERSION;
+    registry.iface.get_name             = [](ggml_backend_reg_t) { return "Shared"; };
+    registry.iface.get_device_count     = [](ggml_backend_reg_t) -> size_t { return 1; };
+    registry.iface.get_device           = [](ggml_backend_reg_t, size_t) { return &device; };
+    return &registry;
+}
+
+std::string logged;
+
+void beside_a_gpu_that_shares_host_memory_we_decline_and_say_so() {
+    ggml_backend_register(shared_memory_gpu());
+    Experts experts(0);
+    require(!supports(experts, 512, GGML_BACKEND_BUFFER_USAGE_ANY), "stock runs host experts on such a GPU: declined");
+    require(logged.empty(), "asking is silent");
+    Host host(true);
+    require(logged.find("Shared0 shares the host's memory") != std::string::npos, "the line names the device: " + logged);
+    logged.clear();
+    Host again(true);
+    require(logged.empty(), "it is said once");
+}
+
 void a_mapped_buffer_is_the_memory_itself() {
     Memory  memory(MEMORY_PAGES);
     Experts experts(0);
@@ -528,6 +557,7 @@ const std::vector<std::pair<std::string, std::function<void()>>> CONTRACTS = {
     CONTRACT(measuring_leaves_nothing_behind),
     CONTRACT(the_three_states_of_supports_op),
     CONTRACT(without_recording_the_loader_is_turned_away),
+    CONTRACT(beside_a_gpu_that_shares_host_memory_we_decline_and_say_so),
     CONTRACT(a_mapped_buffer_is_the_memory_itself),
     CONTRACT(buffers_write_read_fill_copy_and_clear),
     CONTRACT(events_and_async_are_offered_and_do_no_harm),
@@ -546,7 +576,9 @@ int main(int argc, char ** argv) {
         if (wanted == "--list") {
             printf("%s\n", name.c_str());
         } else if (wanted == name) {
+            ggml_log_set([](ggml_log_level, const char * line, void *) { logged += line; }, nullptr);
             ggml_backend_load_all_from_path(argv[1]);
+            logged.clear();
             check();
             return 0;
         }
