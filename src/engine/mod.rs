@@ -166,7 +166,7 @@ impl State {
         if let Some(model) = self.models.iter().find(is_back) {
             return model.clone();
         }
-        let model = Arc::new(Model::default());
+        let model = Arc::new(Model::new());
         self.models.push(model.clone());
         model
     }

@@ -1,5 +1,6 @@
 //! One model: its layers, what identifies it, and where its profile goes.
 
+use super::recorder::Output;
 use crate::ggml::Tensor;
 use crate::moe::Shape;
 use crate::routing::{
@@ -7,7 +8,6 @@ use crate::routing::{
     TensorId, combine_fingerprints,
 };
 use std::collections::{BTreeMap, HashMap};
-use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// One MoE layer of a model.
@@ -40,34 +40,32 @@ impl Layer {
 }
 
 /// The buffers that occur together in one context's graphs.
-#[derive(Default)]
 pub struct Model {
     inner: Mutex<Inner>,
+    /// Where its profile goes. Only saving looks at it, for as long as a save takes.
+    output: Mutex<Output>,
 }
+
+/// Layer number and fingerprint of expert tensors, by name.
+type Tensors = BTreeMap<String, (u32, String)>;
 
 #[derive(Default)]
 struct Inner {
     layers: Vec<Arc<Layer>>,
     /// Layers of the weights in live memory, by buffer and data address.
     by_weights: HashMap<(usize, usize), Arc<Layer>>,
-    /// Layer number and fingerprint of every expert tensor seen, by name.
-    tensors: BTreeMap<String, (u32, String)>,
-    /// Where the profile goes, once it has been settled.
-    destination: Option<Destination>,
+    /// Every expert tensor seen.
+    tensors: Tensors,
     /// Calls that the last saved profile holds.
     saved_calls: u64,
 }
 
-/// Where a model's profile goes.
-#[derive(Clone, PartialEq, Eq)]
-pub enum Destination {
-    /// To this file.
-    File(PathBuf),
-    /// Nowhere: the file that the user named is not ours to replace.
-    Nowhere,
-}
-
 impl Model {
+    /// Nothing seen yet.
+    pub fn new() -> Self {
+        Self { inner: Mutex::default(), output: Mutex::new(Output::Unsettled) }
+    }
+
     fn inner(&self) -> MutexGuard<'_, Inner> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -102,14 +100,9 @@ impl Model {
         self.inner().by_weights.retain(|(owner, _), _| *owner != buffer);
     }
 
-    /// Where the profile goes; `None` until settled.
-    pub fn destination(&self) -> Option<Destination> {
-        self.inner().destination.clone()
-    }
-
-    /// Settles where the profile goes.
-    pub fn set_destination(&self, destination: Destination) {
-        self.inner().destination = Some(destination);
+    /// Where the profile goes; held while it is being saved.
+    pub fn output(&self) -> MutexGuard<'_, Output> {
+        self.output.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Calls of all layers so far, if that is more than the last saved profile holds.
@@ -124,15 +117,24 @@ impl Model {
         self.inner().saved_calls = calls;
     }
 
-    /// The model's identity as far as its tensors have been seen.
-    pub fn id(&self) -> ModelId {
-        self.inner().id()
+    /// Calls and requests of all layers so far.
+    pub fn totals(&self) -> Totals {
+        let layers = self.inner().layers.clone();
+        let counts: Vec<_> = layers.iter().map(|layer| layer.counts.snapshot()).collect();
+        Totals {
+            layers: layers.len(),
+            calls: counts.iter().map(Counts::calls).sum(),
+            requests: counts.iter().flat_map(Counts::experts).sum(),
+        }
     }
 
     /// Everything recorded so far.
     pub fn profile(&self, min_batch_stock: u32) -> Profile {
-        let inner = self.inner();
-        let mut layers: Vec<_> = inner.layers.iter().collect();
+        // Copies are made under the lock; the profile is built from them outside, lest a decoding context wait.
+        let (mut layers, tensors) = {
+            let inner = self.inner();
+            (inner.layers.clone(), inner.tensors.clone())
+        };
         layers.sort_by_key(|layer| layer.counts.layer());
         let counts: Vec<_> = layers.iter().map(|layer| layer.counts.snapshot()).collect();
         let seen = || layers.iter().zip(&counts);
@@ -148,14 +150,24 @@ impl Model {
             overflow_resets: 0,
             summary: Summary { layer_calls, hot_slot_ratio: 0.0 },
             layers: perf,
-            model: Some(inner.id()),
+            model: Some(model_id(&tensors)),
             moe_hot: Some(MoeHot {
                 format: 1,
                 min_batch_stock,
-                layers: seen().map(|(layer, counts)| inner.record(layer, counts)).collect(),
+                layers: seen().map(|(layer, counts)| layer_record(layer, counts, &tensors)).collect(),
             }),
         }
     }
+}
+
+/// What a model was asked for so far.
+pub struct Totals {
+    /// MoE layers seen.
+    pub layers: usize,
+    /// Expert FFNs computed.
+    pub calls: u64,
+    /// (token, expert) pairs.
+    pub requests: u64,
 }
 
 impl Inner {
@@ -178,26 +190,26 @@ impl Inner {
     fn next_number(&self) -> u32 {
         self.layers.iter().map(|layer| layer.counts.layer() + 1).max().unwrap_or(0)
     }
+}
 
-    fn id(&self) -> ModelId {
-        ModelId {
-            fingerprint: combine_fingerprints(self.tensors.values().map(|(_, id)| id.as_str())),
-            tensors: self.tensors.iter().map(|(name, (_, id))| (name.clone(), id.clone())).collect(),
-        }
+fn model_id(tensors: &Tensors) -> ModelId {
+    ModelId {
+        fingerprint: combine_fingerprints(tensors.values().map(|(_, id)| id.as_str())),
+        tensors: tensors.iter().map(|(name, (_, id))| (name.clone(), id.clone())).collect(),
     }
+}
 
-    fn record(&self, layer: &Layer, counts: &Counts) -> LayerRecord {
-        let number = layer.counts.layer();
-        let of_layer = self.tensors.values().filter(|(owner, _)| *owner == number);
-        LayerRecord {
-            layer: number,
-            n_expert: layer.counts.n_expert(),
-            n_expert_used: layer.n_used,
-            block: layer.shape().to_string(),
-            fingerprint: combine_fingerprints(of_layer.map(|(_, id)| id.as_str())),
-            batch_1: batch_counts(&counts.single),
-            batch_2_up: batch_counts(&counts.multi),
-        }
+fn layer_record(layer: &Layer, counts: &Counts, tensors: &Tensors) -> LayerRecord {
+    let number = layer.counts.layer();
+    let of_layer = tensors.values().filter(|(owner, _)| *owner == number);
+    LayerRecord {
+        layer: number,
+        n_expert: layer.counts.n_expert(),
+        n_expert_used: layer.n_used,
+        block: layer.shape().to_string(),
+        fingerprint: combine_fingerprints(of_layer.map(|(_, id)| id.as_str())),
+        batch_1: batch_counts(&counts.single),
+        batch_2_up: batch_counts(&counts.multi),
     }
 }
 

@@ -1,14 +1,14 @@
 //! Saves profiles while the program runs and when a context ends. All file work of the plugin is here.
 
 use super::engine;
-use super::model::{Destination, Model};
+use super::model::Model;
 use crate::config::Config;
 use crate::ggml::{Level, log};
-use crate::routing::{Profile, folder_of};
-use std::fs::File;
+use crate::routing::{OutputFile, Profile};
+use crate::{Error, Result};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
-use std::sync::{Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -57,75 +57,73 @@ impl Drop for Recorder {
 
 /// Saves the model's profile if there is anything new. Tells the user of the first of several failures.
 pub fn save(config: &Config, model: &Model) {
-    static SAVING: Mutex<Saving> = Mutex::new(Saving { failing: false });
-    let mut saving = SAVING.lock().unwrap_or_else(PoisonError::into_inner);
+    static FAILING: AtomicBool = AtomicBool::new(false);
     let (Some(asked), Some(calls)) = (&config.perf_out, model.unsaved_calls()) else { return };
-    let _held = if model.destination().is_none() { lock_folder(asked) } else { None };
-    let Destination::File(path) = model.destination().unwrap_or_else(|| settle(asked, model)) else { return };
-    match model.profile(config.offload_min_batch).write(&path) {
+    let mut output = model.output();
+    let profile = model.profile(config.offload_min_batch);
+    let saved = match &mut *output {
+        Output::Nowhere => return,
+        Output::File(file) => file.replace(&profile),
+        Output::Unsettled => settle(asked, &profile).map(|settled| *output = settled),
+    };
+    match saved {
         Ok(()) => {
             model.set_saved(calls);
-            saving.failing = false;
+            FAILING.store(false, Relaxed);
         }
-        Err(error) if !saving.failing => {
+        Err(error) if !FAILING.swap(true, Relaxed) => {
             log(Level::Warn, &format!("profile not saved, will be tried again: {error}"));
-            saving.failing = true;
         }
         Err(_) => {}
     }
 }
 
-/// Held from the search for a free file until it is written: another process may have the same file in mind.
-/// `None` where the file system knows no locks.
-fn lock_folder(asked: &Path) -> Option<File> {
-    let folder = File::open(folder_of(asked)).ok()?;
-    folder.lock().ok()?;
-    Some(folder)
+/// Where a model's profile goes.
+pub enum Output {
+    /// Not decided yet.
+    Unsettled,
+    /// To this file, which we hold.
+    File(OutputFile),
+    /// Nowhere: the file that the user named is not ours to replace.
+    Nowhere,
 }
 
-/// One save at a time; two models may have the same file in mind.
-struct Saving {
-    failing: bool,
-}
-
-/// Chooses the model's file: the one asked for, or one beside it if that belongs to another model.
-fn settle(asked: &Path, model: &Model) -> Destination {
-    let id = model.id();
-    let taken: Vec<_> = engine().models().iter().filter_map(|other| other.destination()).collect();
-    let tag = id.fingerprint.get(..8).unwrap_or("model").to_owned();
-    let candidates = std::iter::once(asked.to_path_buf()).chain((1..).map(|n| beside(asked, &tag, n)));
-    let mut chosen = Destination::Nowhere;
-    for candidate in candidates.take(MAX_CANDIDATES) {
-        let file = Destination::File(candidate.clone());
-        if taken.contains(&file) {
-            continue;
+/// Writes the profile for the first time: to the file asked for, or to one beside it if that is taken.
+fn settle(asked: &Path, profile: &Profile) -> Result<Output> {
+    let tag = profile.model.as_ref().and_then(|id| id.fingerprint.get(..TAG_DIGITS)).unwrap_or("model");
+    match OutputFile::claim(asked, profile) {
+        Ok(Some(file)) => return Ok(Output::File(file)),
+        Ok(None) => {}
+        Err(error @ Error::NotAProfile { .. }) => {
+            log(Level::Warn, &format!("nothing is recorded, this file is not replaced: {error}"));
+            return Ok(Output::Nowhere);
         }
-        match Profile::read_if_any(&candidate) {
-            Ok(None) => chosen = file,
-            Ok(Some(profile)) if profile.model.as_ref().is_some_and(|other| other.is_same_model(&id)) => chosen = file,
-            Ok(Some(_)) => continue,
-            Err(error) => log(Level::Warn, &format!("nothing is recorded, this file is not replaced: {error}")),
+        Err(error) => return Err(error),
+    }
+    let asked_for = asked.display();
+    for n in 1..=MAX_FILES_BESIDE {
+        let path = beside(asked, tag, n);
+        match OutputFile::claim(&path, profile) {
+            Ok(Some(file)) => {
+                let path = path.display();
+                log(
+                    Level::Warn,
+                    &format!("{asked_for} is taken (another model or program): this profile goes to {path}"),
+                );
+                return Ok(Output::File(file));
+            }
+            Ok(None) | Err(Error::NotAProfile { .. }) => {}
+            Err(error) => return Err(error),
         }
-        break;
     }
-    if let Destination::File(path) = &chosen
-        && path != asked
-    {
-        log(
-            Level::Warn,
-            &format!(
-                "{} is taken by another model: the profile of this one goes to {}",
-                asked.display(),
-                path.display()
-            ),
-        );
-    }
-    model.set_destination(chosen.clone());
-    chosen
+    log(Level::Warn, &format!("nothing is recorded: {asked_for} and {MAX_FILES_BESIDE} files beside it are taken"));
+    Ok(Output::Nowhere)
 }
 
-/// Files tried before giving up.
-const MAX_CANDIDATES: usize = 8;
+/// Files beside the one asked for that are tried before giving up.
+const MAX_FILES_BESIDE: usize = 8;
+/// Hex digits of the model's fingerprint in such a file's name.
+const TAG_DIGITS: usize = 8;
 
 /// `experts.json` → `experts-TAG.json`, then `experts-TAG-2.json` and so on.
 fn beside(asked: &Path, tag: &str, n: usize) -> PathBuf {

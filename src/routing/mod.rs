@@ -3,8 +3,12 @@
 
 mod counts;
 mod fingerprint;
+mod output;
 mod profile;
+#[cfg(test)]
+pub(crate) mod testing;
 
 pub use counts::{Counter, Counts, LayerCounts, check_ids};
 pub use fingerprint::{TensorId, combine as combine_fingerprints};
-pub use profile::{BatchCounts, LayerPerf, LayerRecord, ModelId, MoeHot, Profile, SCHEMA, Summary, folder_of};
+pub use output::{OutputFile, folder_of};
+pub use profile::{BatchCounts, LayerPerf, LayerRecord, ModelId, MoeHot, Profile, SCHEMA, Summary};

@@ -5,17 +5,14 @@
 use crate::{Error, Result};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
-use std::fs::{self, File, Permissions};
+use std::fs::{self, File};
 use std::io::{self, Read};
-use std::os::unix::fs::PermissionsExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 /// The schema that other programs read and write.
 pub const SCHEMA: &str = "llama.cpp.moe_layer_perf.v1";
 /// A profile of 512 experts in 200 layers stays below 8 MiB; anything above this is something else.
 const MAX_BYTES: u64 = 64 << 20;
-/// Mode of a new file before the user's umask.
-const FILE_MODE: u32 = 0o666;
 
 /// `[expert, count]`.
 pub type Count = (u32, u64);
@@ -211,73 +208,11 @@ impl Profile {
             Ok(_) => Self::read(path).map(Some),
         }
     }
-
-    /// Writes the profile so that at any moment the path holds the old file or the new one, whole.
-    pub fn write(&self, path: &Path) -> Result<()> {
-        let target = fs::canonicalize(path).unwrap_or_else(|_| path.into());
-        let io = |action| move |source| Error::Io { path: path.into(), action, source };
-        let folder = folder_of(&target);
-        let mut temporary = tempfile::Builder::new()
-            .prefix(".experts-")
-            .suffix(".tmp")
-            .permissions(Permissions::from_mode(FILE_MODE))
-            .tempfile_in(&folder)
-            .map_err(io("cannot create a temporary file beside it"))?;
-        serde_json::to_writer(&mut temporary, self).map_err(|e| io("cannot write")(e.into()))?;
-        temporary.as_file().sync_all().map_err(io("cannot sync"))?;
-        temporary.persist(&target).map_err(|error| io("cannot replace")(error.error))?;
-        File::open(&folder).and_then(|folder| folder.sync_all()).map_err(io("cannot sync its folder"))
-    }
-}
-
-/// The folder that holds `path`; the current one for a bare name.
-pub fn folder_of(path: &Path) -> PathBuf {
-    match path.parent() {
-        Some(folder) if !folder.as_os_str().is_empty() => folder.into(),
-        _ => PathBuf::from("."),
-    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn sample(expert: u32) -> Profile {
-        Profile {
-            enabled: true,
-            mode: "full".into(),
-            schema: SCHEMA.into(),
-            n_expert: 8,
-            n_expert_used: 2,
-            updates: 1,
-            overflow_resets: 0,
-            summary: Summary { layer_calls: 1, hot_slot_ratio: 0.0 },
-            layers: vec![LayerPerf::all_cold(0, 1, vec![(expert, 1), (7, 3)])],
-            model: None,
-            moe_hot: None,
-        }
-    }
-
-    #[test]
-    fn a_profile_is_read_back_as_written_and_leaves_no_other_file() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("experts.json");
-        sample(1).write(&path).unwrap();
-        sample(2).write(&path).unwrap();
-        assert_eq!(Profile::read(&path).unwrap(), sample(2));
-        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
-    }
-
-    #[test]
-    fn writing_through_a_symbolic_link_keeps_the_link() {
-        let folder = tempfile::tempdir().unwrap();
-        let (real, link) = (folder.path().join("real.json"), folder.path().join("link.json"));
-        sample(1).write(&real).unwrap();
-        std::os::unix::fs::symlink(&real, &link).unwrap();
-        sample(2).write(&link).unwrap();
-        assert!(fs::symlink_metadata(&link).unwrap().is_symlink());
-        assert_eq!(Profile::read(&real).unwrap(), sample(2));
-    }
 
     #[test]
     fn a_file_of_another_program_with_the_schemas_fields_alone_is_read() {

@@ -10,6 +10,7 @@ import paths
 from models import QUANTIZED, generated
 from probe import Probe
 from processes import free_port, listens, process, stock_environment, wait_for
+from results import record_run
 
 GENERATED = ["F16", *QUANTIZED]
 
@@ -28,6 +29,14 @@ def pytest_collection_modifyitems(config, items) -> None:
     deselected = [item for item in items if item.get_closest_marker("full")]
     config.hook.pytest_deselected(items=deselected)
     items[:] = [item for item in items if not item.get_closest_marker("full")]
+
+
+def pytest_terminal_summary(terminalreporter, config) -> None:
+    here = Path(__file__).parent
+    is_selection = config.option.keyword or [Path(arg).resolve() for arg in config.args] != [here]
+    count = {word: len(terminalreporter.stats.get(word, [])) for word in ("passed", "failed", "error")}
+    whole = config.getoption("--full") and not is_selection
+    record_run(whole, count["passed"], count["failed"] + count["error"])
 
 
 def shipped_model() -> Path:

@@ -13,6 +13,7 @@ from splits import DEBUG_ENVIRONMENT, Split, graphs
 
 DEVICE = "MoEHot"
 RANDOM_SEED = 7
+LEAST_SPREAD = 0.1  # of logits; those of generated models have about 1.8
 N_TOKENS_IN_ALL_MODELS = 256  # every test vocabulary has at least the 256 byte tokens
 
 
@@ -128,6 +129,13 @@ def assert_same_answer(stock: Result, ours: Result) -> None:
         n_different = np.count_nonzero(expected.view(np.uint32) != got.view(np.uint32))
         largest = np.nanmax(np.abs(expected - got))
         raise AssertionError(f"{n_different} of {expected.size} logits differ, by at most {largest}")
+
+
+def assert_meaningful(stock: Result) -> None:
+    """Equal bits of an answer that is no number, or always the same one, would mean nothing."""
+    values = np.frombuffer(stock.logits, np.float32)
+    assert np.isfinite(values).all()
+    assert values.std() > LEAST_SPREAD
 
 
 def assert_equal_and_computed(probe: Probe, model: Path, steps: list, **options) -> None:

@@ -3,13 +3,14 @@
     record_result(shape="qwen3moe", type="Q4_K", way="--cpu-moe", outcome="equal", detail="")
 
 Call it as the last line of a test. `shape` is the name of a generated model's architecture or variant, `type` that of
-its expert weights ("Q4_K"; "F16+MXFP4" is not wanted: name the type of the gate and up projection). `way` is how the
-experts came to the plugin, in the words a user would type ("--cpu-moe", "-ot", "--fit", "--load-mode none",
-"--cpu-moe, dense on RPC"). `outcome` is one of OUTCOMES: "equal" (the plugin computed, bits are stock's) or "declined"
-(stock computed, bits are stock's); `detail` says why it declined, or what else the row needs ("" as a rule).
+its expert weights ("Q4_K"). `way` is how the experts came to the plugin, in the words a user would type
+("--cpu-moe", "-ot", "--fit", "--load-mode none", "--cpu-moe, dense on RPC"). `outcome` is one of OUTCOMES: "equal" (the
+plugin computed, bits are stock's) or "declined" (stock computed, bits are stock's); `detail` says why it declined, or
+what else the row needs ("" as a rule).
 
-One JSON object per line, with these five keys, in build/tests/results/<start time, seconds>-<process id>.jsonl, one file per
-test run. tests/table/models_table.py reads all files; of rows with equal shape, type and way the newest one counts.
+One JSON object per line, with these five keys, in build/tests/results/<start time, seconds>-<process id>.jsonl, one
+file per test run. When the run ends, conftest.py adds a last line {"run": {"whole": bool, "passed": n, "failed": n}};
+`whole` says that it was all of tests/e2e with --full. tests/table/models_table.py takes the newest whole run.
 """
 
 import json
@@ -26,7 +27,16 @@ FILE = RESULTS / f"{int(time.time())}-{os.getpid()}.jsonl"
 def record_result(shape: str, type: str, way: str, outcome: str, detail: str = "") -> None:
     assert outcome in OUTCOMES, outcome
     assert outcome == "equal" or detail, "a row that says declined says why"
-    row = {"shape": shape, "type": type, "way": way, "outcome": outcome, "detail": detail}
+    append({"shape": shape, "type": type, "way": way, "outcome": outcome, "detail": detail})
+
+
+def record_run(whole: bool, passed: int, failed: int) -> None:
+    """Nothing, if there are no rows."""
+    if FILE.exists():
+        append({"run": {"whole": whole, "passed": passed, "failed": failed}})
+
+
+def append(entry: dict) -> None:
     RESULTS.mkdir(parents=True, exist_ok=True)
     with open(FILE, "a") as file:
-        file.write(json.dumps(row) + "\n")
+        file.write(json.dumps(entry) + "\n")

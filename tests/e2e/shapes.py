@@ -10,6 +10,8 @@ SCALED = [M, "REPEAT", "GET_ROWS", "MUL"]
 ADAPTED = [M, M, M, "SCALE", "ADD"]
 BIASED = [M, "ADD_ID"]
 SWIGLU = [M, M, "SWIGLU", M]
+LIMITED = [M, "SILU", "CLAMP", M, "CLAMP", "MUL", M]
+SITU = [M, "SCALE", "TANH", "SCALE", "SIGMOID", "MUL", M, "SCALE", "TANH", "SCALE", "MUL", M]
 
 
 @dataclass(frozen=True)
@@ -35,13 +37,14 @@ class Shape:
 
 
 FIRST_THREE = [0, 1, 2]
+FIRST_MOE = [1, 2, 3]  # layer 0 is dense
 ADAPTED_SWIGLU = [*ADAPTED, *ADAPTED, "SWIGLU", *ADAPTED]
 
 SHAPES = {
     "qwen3moe": Shape("qwen3moe", FIRST_THREE, 3 * [SWIGLU]),
     "qwen2moe": Shape("qwen2moe", FIRST_THREE, 3 * [SWIGLU]),
     "granitemoe": Shape("granitemoe", FIRST_THREE, 3 * [SWIGLU]),
-    "deepseek2": Shape("deepseek2", [1, 2, 3], 3 * [SWIGLU]),
+    "deepseek2": Shape("deepseek2", FIRST_MOE, 3 * [SWIGLU]),
     "llama4": Shape("llama4", [1, 3], 2 * [SWIGLU]),
     "llama4-top1": Shape("llama4-top1", [1, 3], 2 * [SWIGLU]),
     # Two groups of experts in a layer, the second computed from the sum of the first: two splits.
@@ -53,11 +56,8 @@ SHAPES = {
     "nemotron_h_moe-by-layer": Shape(
         "nemotron_h_moe-by-layer", [2, 4], 2 * [[M, "RELU", "SQR", M]], block="up_down", n_expert_used=(2, 5)
     ),
-    "step35": Shape(
-        "step35",
-        FIRST_THREE,
-        [[M, "SILU", "CLAMP", M, "CLAMP", "MUL", M], SWIGLU, [M, "SILU", "CLAMP", M, "CLAMP", "MUL", M]],
-    ),
+    "step35": Shape("step35", FIRST_THREE, [LIMITED, SWIGLU, LIMITED]),
+    "kimi-k3": Shape("kimi-k3", FIRST_MOE, 3 * [SITU]),
     "maple": Shape("maple", FIRST_THREE, [[M, M, "SWIGLU_CLA", M], SWIGLU, [M, M, "SWIGLU_CLA", M]]),
     "qwen3moe-scales": Shape("qwen3moe-scales", FIRST_THREE, 3 * [[*SCALED, *SCALED, "SWIGLU", *SCALED]]),
     "qwen3moe+lora": Shape("qwen3moe", FIRST_THREE, 3 * [ADAPTED_SWIGLU], lora=True),

@@ -1,10 +1,9 @@
 """Every shape of expert FFN: stock's answer bit for bit, and one split per layer that holds just the expert FFN."""
 
-import numpy as np
 import pytest
 
 from models import EXPERTS, generated
-from probe import DEVICE, assert_same_answer, decode, differ, greedy
+from probe import DEVICE, assert_meaningful, assert_same_answer, decode, differ, greedy
 from results import record_result
 from shapes import SHAPES
 from splits import backends_of, of_backend
@@ -25,13 +24,6 @@ def shape(request):
 
 def find_model(name: str, type_name: str):
     return generated("F16" if type_name == "F16" else f"{EXPERTS}{type_name}", SHAPES[name].architecture)
-
-
-def assert_meaningful(stock) -> None:
-    """Equal bits of an answer that is no number, or always the same one, would mean nothing."""
-    values = np.frombuffer(stock.logits, np.float32)
-    assert np.isfinite(values).all()
-    assert values.std() > 0.1
 
 
 def assert_whole_blocks(profile, shape) -> None:
@@ -67,6 +59,7 @@ def test_one_split_per_layer(probe, shape, placement):
 def test_weighting_and_sum_stay_with_the_main_backend(probe, shape, placement):
     model = generated("F16", shape.architecture)
     *_, graph = probe.graphs(model, [decode(5)], **shape.options, **placement)
+    assert of_backend(graph, DEVICE)
     main_backend = "RPC" if placement else "CPU"
     for name in ("ffn_moe_weighted", "ffn_moe_out"):
         backends = backends_of(graph, name)

@@ -15,6 +15,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import gguf
@@ -36,6 +37,7 @@ SPLIT_MAX_TENSORS = 14  # 39 tensors: three files
 SEED = 1
 SOURCES = ["writer.py", "lora.py", "blocks.py"]  # what every model depends on
 QUANTIZE_TIMEOUT_S = 300
+STALE_S = 24 * 3600
 
 
 def write_f16(architecture: str, path: Path, split_max_tensors: int = 0) -> None:
@@ -55,7 +57,8 @@ def run_quantize(arguments: list) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "GGML_BACKEND_PATH"}
     done = subprocess.run(command, env=environment, timeout=QUANTIZE_TIMEOUT_S, capture_output=True, text=True)
     if done.returncode != 0:
-        raise RuntimeError(f"{' '.join(command)}: exit code {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+        output = f"{done.stdout[-2000:]}{done.stderr[-2000:]}"
+        raise RuntimeError(f"{' '.join(command)}: exit code {done.returncode}\n{output}")
 
 
 def quantize(source: Path, path: Path, type_name: str) -> None:
@@ -93,14 +96,20 @@ def write_imatrix(model: Path, path: Path) -> None:
     finish(writer)
 
 
+def sources_of(architecture: str) -> list[Path]:
+    """The files that decide what its models hold: of its writer, and of the functions that this one uses."""
+    users = vars(inspect.getmodule(ARCHITECTURES[architecture].add)).values()
+    used = {Path(inspect.getsourcefile(function)) for function in users if inspect.isfunction(function)}
+    return sorted(used | {HERE / name for name in SOURCES})
+
+
 def cache_folder(architecture: str) -> Path:
-    """The folder for what these very sources make; what other versions of them made is removed."""
-    sources = [*(HERE / name for name in SOURCES), Path(inspect.getsourcefile(ARCHITECTURES[architecture].add))]
-    digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:12]
+    """The folder for what these very sources make; what other versions of them made is removed when a day old."""
+    digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources_of(architecture))).hexdigest()[:12]
     folder = MODELS / architecture / digest
     folder.mkdir(parents=True, exist_ok=True)
     for other in folder.parent.iterdir():
-        if other != folder:
+        if other != folder and time.time() - other.stat().st_mtime > STALE_S:
             shutil.rmtree(other)
     return folder
 
@@ -139,7 +148,7 @@ def generated(variant: str, architecture: str = "qwen3moe") -> Path:
 
 def main() -> int:
     argparse.ArgumentParser(description=__doc__).parse_args()
-    for architecture in ARCHITECTURES:
+    for architecture in sorted(ARCHITECTURES.keys() - {"qwen3moe-bench"}):  # which takes 1 GiB
         variants = ["F16", *QUANTIZED, "split"] if architecture == "qwen3moe" else ["F16"]
         for variant in variants:
             path = generated(variant, architecture)

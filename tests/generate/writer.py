@@ -1,4 +1,4 @@
-"""What every generated model has: random tensors, a byte-level vocabulary, the keys of a decoder, attention, experts."""
+"""What generated models have in common: random tensors, a byte vocabulary, keys of a decoder, attention, experts."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from . import bench, deepseek, gemma, granite, grove, llama4, nemotron, nomic, openai, qwen, step
+from . import bench, deepseek, gemma, granite, grove, kimi, llama4, nemotron, nomic, openai, qwen, step
 
 
 @dataclass(frozen=True)
@@ -31,5 +31,6 @@ ARCHITECTURES = {
     "nemotron_h_moe": Architecture("nemotron_h_moe", nemotron.nemotron_h_moe),
     "nemotron_h_moe-by-layer": Architecture("nemotron_h_moe", nemotron.nemotron_h_moe_by_layer),
     "step35": Architecture("step35", step.step35),
+    "kimi-k3": Architecture("kimi-k3", kimi.kimi_k3),
     "maple": Architecture("maple", step.maple),
 }

@@ -37,10 +37,9 @@ def add_nemotron(writer, seed: int, moe: dict[int, Sizes]) -> None:
     """`moe`: sizes of each layer that has experts."""
     per_layer = [moe.get(layer, replace(SIZES, n_ff=0, n_expert_used=0)) for layer in range(SIZES.n_layer)]
     n_ff = [sizes.n_ff for sizes in per_layer]
-    n_used = [sizes.n_expert_used for sizes in per_layer]
+    n_used = [sizes.n_expert_used for sizes in per_layer] if len(set(moe.values())) > 1 else SIZES.n_expert_used
     n_head_kv = [SIZES.n_head_kv if kind == "attention" else 0 for kind in LAYERS]
-    same = len(set(moe.values())) == 1
-    add_decoder_keys(writer, SIZES, n_ff=n_ff, n_head_kv=n_head_kv, n_expert_used=SIZES.n_expert_used if same else n_used)
+    add_decoder_keys(writer, SIZES, n_ff=n_ff, n_head_kv=n_head_kv, n_expert_used=n_used)
     writer.add_array(gguf.Keys.LLM.EXPERT_FEED_FORWARD_LENGTH.format(arch=writer.arch), n_ff)
     writer.add_expert_shared_count(1)
     writer.add_expert_shared_feed_forward_length(SHARED_FF)
