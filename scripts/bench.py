@@ -2,7 +2,7 @@
 
 `scripts/bench overhead --json FILE`: what the plugin costs with nothing resident (recording on), against stock with
 --no-repack: decode and prompt speed in alternated pairs, CPU only and with the dense layers on an RPC device, memory,
-and, where valgrind is installed, instructions.
+and, where valgrind is installed, instructions. Exits with 1 if a bar is missed.
 """
 
 import argparse
@@ -34,6 +34,10 @@ CONFIDENCE = 0.95
 BOOTSTRAP_SEED = 1
 RUN_TIMEOUT_S = 600
 MIB = 2**20
+# median of the ratio at least, lower end of its interval at least
+BARS = {"decode": (0.98, 0.96), "prompt": (0.99, 0.96)}
+MAX_MEMORY_RATIO = 1.01
+MAX_INSTRUCTION_RATIO = 1.01
 
 
 def environment(plugin: bool, profile: Path) -> dict[str, str]:
@@ -158,6 +162,20 @@ def report(measured: dict) -> None:
     print(f"instructions, plugin / stock: {counted['ratio']:.4f}" if counted else "instructions: valgrind is not installed")
 
 
+def missed_bars(measured: dict) -> list[str]:
+    missed = []
+    for placement, results in measured["results"].items():
+        for what, (median, lower) in BARS.items():
+            if results[what]["median_ratio"] < median or results[what]["interval"][0] < lower:
+                missed.append(f"{placement} {what}: expected a median of {median} and an interval above {lower}")
+        if results["memory"]["median_ratio"] > MAX_MEMORY_RATIO:
+            missed.append(f"{placement} memory: expected at most {MAX_MEMORY_RATIO} of stock's")
+    counted = measured["instructions"]
+    if counted and counted["ratio"] > MAX_INSTRUCTION_RATIO:
+        missed.append(f"instructions: expected at most {MAX_INSTRUCTION_RATIO} of stock's")
+    return missed
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(required=True, metavar="WHAT")
@@ -177,6 +195,9 @@ def main() -> None:
     report(measured)
     if args.json:
         args.json.write_text(json.dumps(measured, indent=1) + "\n")
+    missed = missed_bars(measured)
+    print("\n".join(missed) if missed else "all bars are met")
+    sys.exit(1 if missed else 0)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PROMPT = "In the beginning God created the heaven and the earth. And"
 START_SECONDS = 60
 STOP_SECONDS = 30
+HTTP = requests.Session()
+HTTP.trust_env = False  # no proxy stands between us and 127.0.0.1
 
 
 def free_port() -> int:
@@ -34,7 +36,7 @@ def wait_until_ready(server: subprocess.Popen, url: str, log: Path) -> None:
         if server.poll() is not None:
             break
         try:
-            if requests.get(f"{url}/health", timeout=1).ok:
+            if HTTP.get(f"{url}/health", timeout=1).ok:
                 return
         except requests.ConnectionError:
             pass
@@ -44,7 +46,7 @@ def wait_until_ready(server: subprocess.Popen, url: str, log: Path) -> None:
 
 def chat(url: str, prompt: str, n_predict: int) -> dict:
     body = {"messages": [{"role": "user", "content": prompt}], "max_tokens": n_predict, "temperature": 0, "seed": 1}
-    reply = requests.post(f"{url}/v1/chat/completions", json=body, timeout=120)
+    reply = HTTP.post(f"{url}/v1/chat/completions", json=body, timeout=120)
     reply.raise_for_status()
     return reply.json()
 

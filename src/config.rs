@@ -1,4 +1,5 @@
 //! What the user asked for: one typed `Config`, read once from the environment that the launcher fills.
+#![forbid(unsafe_code)]
 
 use std::env;
 use std::ffi::OsString;
@@ -8,6 +9,10 @@ use std::path::PathBuf;
 pub const PERF_OUT: &str = "LLAMA_ARG_MOE_LAYER_PERF_OUT";
 /// For tests only: claim operations whose weights are not in any buffer yet, as test-backend-ops asks.
 pub const CLAIM_UNPLACED: &str = "MOE_HOT_TEST_CLAIM_UNPLACED";
+/// The launcher's word that the program was told not to use page-locked host memory (`--no-host`).
+pub const NO_HOST: &str = "MOE_HOT_NO_HOST";
+/// llama.cpp's own name for the same.
+const LLAMA_NO_HOST: &str = "LLAMA_ARG_NO_HOST";
 /// llama.cpp's own: batches of at least this many tokens may be computed on the GPU from host weights.
 pub const OFFLOAD_MIN_BATCH: &str = "GGML_OP_OFFLOAD_MIN_BATCH";
 /// llama.cpp's own default for it.
@@ -20,6 +25,8 @@ pub struct Config {
     pub perf_out: Option<PathBuf>,
     /// Batches of this many tokens and more are stock's; we serve 1 to this minus 1.
     pub offload_min_batch: u32,
+    /// Whether to keep away from page-locked host memory.
+    pub no_host: bool,
     /// See [`CLAIM_UNPLACED`].
     pub claim_unplaced: bool,
 }
@@ -34,6 +41,7 @@ impl Config {
         let perf_out = lookup(PERF_OUT).filter(|path| !path.is_empty()).map(PathBuf::from);
         Self {
             perf_out: perf_out.map(|path| std::path::absolute(&path).unwrap_or(path)),
+            no_host: [NO_HOST, LLAMA_NO_HOST].iter().any(|name| lookup(name).is_some_and(|value| is_true(&value))),
             claim_unplaced: lookup(CLAIM_UNPLACED).is_some_and(|value| value == "1"),
             offload_min_batch: lookup(OFFLOAD_MIN_BATCH).map_or(OFFLOAD_MIN_BATCH_DEFAULT, |text| threshold(&text)),
         }
@@ -43,6 +51,11 @@ impl Config {
     pub fn takes_experts(&self) -> bool {
         self.perf_out.is_some()
     }
+}
+
+/// llama.cpp's words for yes.
+fn is_true(value: &OsString) -> bool {
+    ["1", "on", "enabled", "true"].iter().any(|word| value == word)
 }
 
 /// Reads a threshold as ggml's backends do (C's `atoi`): leading digits count, anything else is 0.
@@ -73,6 +86,13 @@ mod tests {
     fn an_empty_path_is_no_path_and_a_relative_one_becomes_absolute() {
         assert_eq!(config(&[(PERF_OUT, "")]).perf_out, None);
         assert!(config(&[(PERF_OUT, "experts.json")]).perf_out.unwrap().is_absolute());
+    }
+
+    #[test]
+    fn either_name_keeps_us_away_from_page_locked_memory() {
+        assert!(!config(&[]).no_host);
+        assert!(config(&[(NO_HOST, "1")]).no_host && config(&[(LLAMA_NO_HOST, "true")]).no_host);
+        assert!(!config(&[(LLAMA_NO_HOST, "0")]).no_host);
     }
 
     #[test]

@@ -1,4 +1,5 @@
 //! The library's one error type: what went wrong, where, and the offending value.
+#![forbid(unsafe_code)]
 
 use std::io;
 use std::path::PathBuf;

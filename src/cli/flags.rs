@@ -4,6 +4,7 @@ use crate::config::PERF_OUT;
 use crate::routing::{Profile, folder_of};
 use anyhow::{Context, Result, anyhow};
 use clap::{CommandFactory, Parser};
+use std::env;
 use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 
@@ -15,7 +16,7 @@ const PREFIX: &str = "--moe-";
 #[command(no_binary_name = true, disable_help_flag = true, args_override_self = true)]
 pub struct MoeFlags {
     /// Record which experts are used and write the profile to FILE.
-    #[arg(long = "moe-layer-perf-out", value_name = "FILE", env = PERF_OUT)]
+    #[arg(long = "moe-layer-perf-out", value_name = "FILE")]
     pub perf_out: Option<PathBuf>,
 }
 
@@ -25,8 +26,10 @@ impl MoeFlags {
         self.perf_out.is_some()
     }
 
-    /// Checks what can be known before the program starts, and makes paths absolute.
+    /// Adds what the environment says, checks what can be known before the program starts, and makes paths absolute.
     pub fn validate(&mut self) -> Result<()> {
+        let from_environment = || env::var_os(PERF_OUT).filter(|path| !path.is_empty()).map(PathBuf::from);
+        self.perf_out = self.perf_out.take().or_else(from_environment);
         if let Some(path) = &mut self.perf_out {
             *path = check_output(path).context("--moe-layer-perf-out")?;
         }

@@ -2,7 +2,7 @@
 
 use super::program::{Program, places_experts};
 use super::{Failure, flags};
-use crate::config::PERF_OUT;
+use crate::config::{NO_HOST, PERF_OUT};
 use anyhow::{Context, Result, anyhow, ensure};
 use std::env;
 use std::ffi::OsString;
@@ -15,8 +15,6 @@ use std::process::Command;
 const PLUGIN: &str = "libggml_moe_hot.so";
 /// Where llama.cpp looks for one backend from elsewhere.
 const BACKEND_PATH: &str = "GGML_BACKEND_PATH";
-/// The llama.cpp revision that the plugin is built for.
-const COMMIT: &str = env!("LLAMA_COMMIT");
 
 /// Replaces this process by the program. Returns only if that fails.
 pub fn launch(command: Vec<OsString>) -> Failure {
@@ -53,11 +51,14 @@ fn prepare(command: Vec<OsString>, own_folder: &Path, plugin: &Path) -> Result<C
     flags.validate()?;
     refuse_another_backend(plugin)?;
     let program = Program::find(&name, own_folder)?;
-    program.check_revision(COMMIT)?;
+    program.check_revision()?;
 
     let mut run = Command::new(&program.path);
     if flags.take_experts() && !places_experts(&args, |name| env::var_os(name).is_some()) {
         run.args(program.all_experts_on_cpu()?);
+    }
+    if args.iter().any(|arg| arg == "--no-host") {
+        run.env(NO_HOST, "1");
     }
     run.args(args).env(BACKEND_PATH, plugin);
     if let Some(path) = &flags.perf_out {

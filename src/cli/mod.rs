@@ -1,6 +1,7 @@
 //! The `moe-hot` command: takes our flags out of a llama.cpp command line and starts the program with the plugin.
 //!
 //! Bad input ends with exit code 2, a failure with 1, each with one line that says what was expected.
+#![forbid(unsafe_code)]
 
 mod flags;
 mod launch;

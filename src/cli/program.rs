@@ -1,5 +1,6 @@
 //! Finding a llama.cpp program and learning what it is from its own `--version` and `--help`.
 
+use crate::ggml::{COMMIT, is_commit, is_our_commit};
 use anyhow::{Context, Result, bail};
 use std::ffi::{OsStr, OsString};
 use std::io::{Read, Seek};
@@ -12,8 +13,6 @@ use wait_timeout::ChildExt;
 const STOCK: &str = "../../build/stock/bin";
 /// How long a program may take to say what it is.
 const PATIENCE: Duration = Duration::from_secs(20);
-/// Shortest abbreviation of a commit that counts as a name.
-const MIN_ABBREVIATION: usize = 7;
 
 /// A program found on this machine.
 pub struct Program {
@@ -46,13 +45,13 @@ impl Program {
     /// Refuses a program that says it is of another llama.cpp revision than the plugin.
     ///
     /// Programs that do not say are let through: the plugin compares again when it is loaded.
-    pub fn check_revision(&self, commit: &str) -> Result<()> {
+    pub fn check_revision(&self) -> Result<()> {
         let Some(version) = version_line(&self.ask("--version")?).map(str::to_owned) else { return Ok(()) };
-        if is_other_revision(&version, commit) {
+        if is_other_revision(&version) {
             bail!(
                 "{} is llama.cpp {version}; expected commit {}: build that revision (scripts/setup does) or moe-hot for yours",
                 self.path.display(),
-                &commit[..9]
+                &COMMIT[..9]
             );
         }
         Ok(())
@@ -99,11 +98,10 @@ fn version_line(output: &str) -> Option<&str> {
     output.lines().find_map(|line| line.strip_prefix("version: "))
 }
 
-/// Whether a version such as `0.5.0 (build 11312, commit 0c1e57098)` names a commit that is not `ours`.
-fn is_other_revision(version: &str, ours: &str) -> bool {
-    let is_commit = |word: &&str| word.len() >= MIN_ABBREVIATION && word.chars().all(|c| c.is_ascii_hexdigit());
-    let commit = version.split(|c: char| !c.is_ascii_alphanumeric()).rfind(is_commit);
-    commit.is_some_and(|commit| !ours.starts_with(commit))
+/// Whether a version such as `0.5.0 (build 11312, commit 0c1e57098)` names a commit that is not ours.
+fn is_other_revision(version: &str) -> bool {
+    let commit = version.split(|c: char| !c.is_ascii_alphanumeric()).rfind(|word| is_commit(word));
+    commit.is_some_and(|commit| !is_our_commit(commit))
 }
 
 /// Whether the user has said where experts go, on the command line or in llama.cpp's environment.
@@ -119,12 +117,11 @@ mod tests {
 
     #[test]
     fn the_commit_in_a_version_decides() {
-        let ours = env!("LLAMA_COMMIT");
-        assert!(!is_other_revision("0.5.0-dev (build 11312, commit 0c1e57098)", ours));
-        assert!(!is_other_revision("11312 (0c1e57098bba)", ours));
-        assert!(!is_other_revision("0.5.0-dev (build 0, commit unknown)", ours), "left to the plugin");
-        assert!(is_other_revision("0.4.9 (build 10000, commit 1234567ab)", ours));
-        assert!(is_other_revision("6123 (79c1160b0)", ours));
+        assert!(!is_other_revision("0.5.0-dev (build 11312, commit 0c1e57098)"));
+        assert!(!is_other_revision("11312 (0c1e57098bba)"));
+        assert!(!is_other_revision("0.5.0-dev (build 0, commit unknown)"), "left to the plugin");
+        assert!(is_other_revision("0.4.9 (build 10000, commit 1234567ab)"));
+        assert!(is_other_revision("6123 (79c1160b0)"));
     }
 
     #[test]

@@ -20,6 +20,8 @@ pub struct Context {
     cold: ColdLane,
     model: Option<Arc<Model>>,
     known: HashMap<NonZeroU64, Vec<Seen>>,
+    /// Whether llama.cpp has decoded with it: it sets the threads then, and never while it measures.
+    worked: bool,
 }
 
 /// A block and the layer whose requests it stands for.
@@ -35,7 +37,8 @@ struct Seen {
 impl Context {
     /// A new context. Starts no thread and touches no file: llama.cpp makes and frees contexts to measure.
     pub fn new() -> Result<Self> {
-        let context = Self { engine: engine(), cold: ColdLane::new()?, model: None, known: HashMap::new() };
+        let context =
+            Self { engine: engine(), cold: ColdLane::new()?, model: None, known: HashMap::new(), worked: false };
         context.engine.context_opened();
         Ok(context)
     }
@@ -53,6 +56,7 @@ impl Context {
 
     /// Threads to compute with.
     pub fn set_threads(&mut self, n_threads: i32) {
+        self.worked = true;
         self.cold.set_threads(n_threads);
     }
 
@@ -87,7 +91,7 @@ impl Context {
     /// Finds the layer of a block and makes all of the block's weights known to the model.
     fn resolve(&mut self, split: &Graph<'_>, block: Block) -> Option<Seen> {
         let n_used = u32::try_from(block.ids(split)?.ne(0)).unwrap_or(u32::MAX);
-        let n_expert = block.weights(split).map(|weights| weights.ne(2)).min()?;
+        let n_expert = block.n_expert(split)?;
         let mut found: Option<(Arc<Layer>, bool)> = None;
         for weights in block.weights(split) {
             let layer = self.engine.layer_of(&mut self.model, weights, n_used)?;
@@ -104,7 +108,7 @@ impl Context {
 
 impl Drop for Context {
     fn drop(&mut self) {
-        self.engine.context_closed(self.model.as_deref());
+        self.engine.context_closed(self.worked);
     }
 }
 

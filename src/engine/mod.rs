@@ -1,7 +1,9 @@
 //! What happens when llama.cpp calls: the one place that joins `moe`, `lanes` and `routing`.
 //!
 //! One [`Engine`] per process knows the models; one [`Context`] per llama.cpp context computes. Nothing here
-//! knows vtables; nothing on a token's path locks, allocates or does I/O once a graph has been seen.
+//! knows vtables. Once a graph has been seen, nothing on a token's path allocates, logs or does I/O, and no lock is
+//! held for longer than it takes to count or to copy a layer's counts.
+#![forbid(unsafe_code)]
 
 mod context;
 mod model;
@@ -10,7 +12,7 @@ mod recorder;
 pub use context::Context;
 pub use recorder::SAVE_INTERVAL;
 
-use crate::config::Config;
+use crate::config::{Config, OFFLOAD_MIN_BATCH};
 use crate::ggml::{Device, Level, Tensor, is_hosts_log, log};
 use model::{Layer, Model};
 use recorder::Recorder;
@@ -68,11 +70,18 @@ impl Engine {
         if !self.config.takes_experts() {
             return Some((Level::Info, "no --moe-layer-perf-out given; experts stay with llama.cpp".into()));
         }
+        if self.config.offload_min_batch <= 1 {
+            let threshold = self.config.offload_min_batch;
+            return Some((
+                Level::Warn,
+                format!("{OFFLOAD_MIN_BATCH} is {threshold}, so every batch is llama.cpp's; nothing is recorded"),
+            ));
+        }
         let device = Device::shared_memory_gpu()?;
         let name = device.name();
         Some((
             Level::Warn,
-            format!("{name} shares the host's memory, so llama.cpp runs experts there; nothing is recorded"),
+            format!("{name} shares the host's memory: nothing to win, nothing is recorded; run without moe-hot"),
         ))
     }
 
@@ -87,18 +96,22 @@ impl Engine {
         }
     }
 
-    /// Saves what has been learnt; ends the recorder with the last context.
-    fn context_closed(&self, model: Option<&Model>) {
-        if model.is_some() {
-            // All models, in the order in which they appeared: the first gets the file that was asked for.
-            self.models().iter().for_each(|model| recorder::save(&self.config, model));
-        }
-        let recorder = {
+    /// Saves what has been learnt. With the last context ends the recorder and says what became of the recording.
+    ///
+    /// `worked`: llama.cpp has decoded with the context; it makes others only to measure.
+    fn context_closed(&self, worked: bool) {
+        // All models, in the order in which they appeared: the first gets the file that was asked for.
+        self.models().iter().for_each(|model| recorder::save(&self.config, model));
+        let (is_last, recorder) = {
             let mut state = self.state();
             state.live_contexts -= 1;
-            if state.live_contexts == 0 { state.recorder.take() } else { None }
+            let is_last = state.live_contexts == 0;
+            (is_last, if is_last { state.recorder.take() } else { None })
         };
         drop(recorder); // joins its thread: not under the lock
+        if is_last && worked && self.takes_experts() {
+            recorder::report(&self.config, &self.models(), self.live_buffers.load(Relaxed) > 0);
+        }
     }
 
     /// Once there is something to record: says so, and starts to save while the program runs.
@@ -115,7 +128,7 @@ impl Engine {
                 ),
             );
         });
-        state.recorder = Recorder::start();
+        state.recorder = Some(Recorder::start());
     }
 
     /// The layer that expert weights belong to. `model` is the context's model and is set here on first use.

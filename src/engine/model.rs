@@ -232,7 +232,7 @@ fn fingerprint(weights: Tensor<'_>) -> String {
         shape: [0, 1, 2, 3].map(|dim| weights.ne(dim)),
         n_bytes: weights.n_bytes(),
     };
-    id.fingerprint(|offset, len| weights.bytes(offset, len))
+    id.fingerprint(|offset, len| weights.weight_bytes(offset, len))
 }
 
 /// The N of `blk.N.` in a tensor's name. For numbering only.

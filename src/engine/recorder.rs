@@ -1,12 +1,13 @@
 //! Saves profiles while the program runs and when a context ends. All file work of the plugin is here.
 
 use super::engine;
-use super::model::Model;
+use super::model::{Model, Totals};
 use crate::config::Config;
 use crate::ggml::{Level, log};
 use crate::routing::{OutputFile, Profile};
 use crate::{Error, Result};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
@@ -18,12 +19,13 @@ pub const SAVE_INTERVAL: Duration = Duration::from_secs(5);
 /// A thread that saves changed profiles every [`SAVE_INTERVAL`]; ends when dropped.
 pub struct Recorder {
     stop: Option<Sender<()>>,
+    /// `None` if the system refused a thread: profiles are then saved at the end only.
     thread: Option<JoinHandle<()>>,
 }
 
 impl Recorder {
-    /// Starts the thread; `None` if the system refuses one: profiles are then saved at the end only.
-    pub fn start() -> Option<Self> {
+    /// Starts the thread.
+    pub fn start() -> Self {
         let (stop, stopped) = channel::<()>();
         let run = move || {
             while stopped.recv_timeout(SAVE_INTERVAL) == Err(RecvTimeoutError::Timeout) {
@@ -32,16 +34,11 @@ impl Recorder {
                 }
             }
         };
-        match std::thread::Builder::new().name("moe-hot-save".into()).spawn(run) {
-            Ok(thread) => Some(Self { stop: Some(stop), thread: Some(thread) }),
-            Err(error) => {
-                log(
-                    Level::Warn,
-                    &format!("no thread for saving while running ({error}): profiles are saved at the end"),
-                );
-                None
-            }
+        let thread = std::thread::Builder::new().name("moe-hot-save".into()).spawn(run);
+        if let Err(error) = &thread {
+            log(Level::Warn, &format!("no thread for saving while running ({error}): profiles are saved at the end"));
         }
+        Self { stop: Some(stop), thread: thread.ok() }
     }
 }
 
@@ -52,6 +49,29 @@ impl Drop for Recorder {
             // A panic in the thread has been reported by the panic hook and cost a save, no more.
             let _ = thread.join();
         }
+    }
+}
+
+/// One line on what became of the recording. `has_experts`: some expert weights are with us.
+pub fn report(config: &Config, models: &[Arc<Model>], has_experts: bool) {
+    let largest = config.offload_min_batch.saturating_sub(1);
+    if models.is_empty() {
+        let reason = if has_experts {
+            format!("only batches of more than {largest} tokens were computed, which are llama.cpp's")
+        } else {
+            "no experts were placed with moe-hot (a dense model, or experts elsewhere)".into()
+        };
+        log(Level::Warn, &format!("nothing was recorded: {reason}"));
+    }
+    for model in models {
+        let output = model.output();
+        let Output::File(file) = &*output else { continue };
+        let Totals { layers, calls, requests } = model.totals();
+        let path = file.path().display();
+        log(
+            Level::Warn,
+            &format!("recorded {requests} (token, expert) requests in {calls} calls of {layers} layers: {path}"),
+        );
     }
 }
 

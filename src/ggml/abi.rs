@@ -7,7 +7,8 @@ use super::{Backend, BufferType, Device, c_text, sys};
 use crate::{Error, Result};
 use std::mem::size_of;
 
-const COMMIT: &str = env!("LLAMA_COMMIT");
+/// The llama.cpp commit that we are built for.
+pub const COMMIT: &str = env!("LLAMA_COMMIT");
 const VERSION: &str = env!("GGML_VERSION");
 /// Shortest abbreviation of a commit that we take for a name.
 const MIN_ABBREVIATION: usize = 7;
@@ -34,12 +35,22 @@ pub fn check_host() -> Result<RevisionCheck> {
     Ok(check)
 }
 
+/// Whether `commit`, abbreviated or not, names ours.
+pub fn is_our_commit(commit: &str) -> bool {
+    is_commit(commit) && COMMIT.starts_with(commit)
+}
+
+/// Whether `word` can be the name of a commit.
+pub fn is_commit(word: &str) -> bool {
+    word.len() >= MIN_ABBREVIATION && word.chars().all(|c| c.is_ascii_hexdigit())
+}
+
 fn compare_revision(commit: &str, version: &str) -> Result<RevisionCheck> {
     if commit == "unknown" || commit.is_empty() {
         if version == VERSION {
             return Ok(RevisionCheck::Weak);
         }
-    } else if commit.len() >= MIN_ABBREVIATION && (COMMIT.starts_with(commit) || commit.starts_with(COMMIT)) {
+    } else if is_our_commit(commit) {
         return Ok(RevisionCheck::Exact);
     }
     Err(Error::Revision {

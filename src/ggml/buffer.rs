@@ -38,6 +38,12 @@ impl BufferType {
         unsafe { sys::ggml_backend_buft_get_alignment(self.as_raw()) }
     }
 
+    /// Largest buffer, in bytes.
+    pub fn max_size(&self) -> usize {
+        // SAFETY: the buffer type is valid.
+        unsafe { sys::ggml_backend_buft_get_max_size(self.as_raw()) }
+    }
+
     /// Whether tensors lie in host memory in ggml's own layout.
     pub fn is_host(&self) -> bool {
         // SAFETY: the buffer type is valid.

@@ -20,9 +20,31 @@ impl Device {
         Self::of_type(sys::GGML_BACKEND_DEVICE_TYPE_GPU)
     }
 
-    /// A GPU that has no memory of its own, where no discrete one is there: llama.cpp then uses it.
+    /// The GPU that shares the host's memory and that llama.cpp will use: it prefers discrete ones, but not remote ones.
     pub fn shared_memory_gpu() -> Option<Self> {
-        if Self::gpu().is_some() { None } else { Self::of_type(sys::GGML_BACKEND_DEVICE_TYPE_IGPU) }
+        let is_local_gpu = |device: &Self| device.kind() == sys::GGML_BACKEND_DEVICE_TYPE_GPU && !device.is_remote();
+        if Self::all().any(|device| is_local_gpu(&device)) {
+            return None;
+        }
+        Self::of_type(sys::GGML_BACKEND_DEVICE_TYPE_IGPU)
+    }
+
+    fn all() -> impl Iterator<Item = Self> {
+        // SAFETY: takes no arguments.
+        let count = unsafe { sys::ggml_backend_dev_count() };
+        // SAFETY: the index is below the count; devices are not taken away while programs run.
+        (0..count).filter_map(|index| NonNull::new(unsafe { sys::ggml_backend_dev_get(index) }).map(Self))
+    }
+
+    fn kind(&self) -> sys::ggml_backend_dev_type {
+        // SAFETY: the device is registered.
+        unsafe { sys::ggml_backend_dev_type(self.as_raw()) }
+    }
+
+    /// Whether it is on another machine, as llama.cpp tells it: by its registry's name.
+    fn is_remote(&self) -> bool {
+        // SAFETY: a registered device has a registry with a name.
+        unsafe { c_text(sys::ggml_backend_reg_name(sys::ggml_backend_dev_backend_reg(self.as_raw()))) == "RPC" }
     }
 
     /// The device's short name.

@@ -13,7 +13,7 @@ mod tensor;
 #[cfg(test)]
 pub(crate) mod testing;
 
-pub use abi::{RevisionCheck, check_host};
+pub use abi::{COMMIT, RevisionCheck, check_host, is_commit, is_our_commit};
 pub use backend::{AbortCallback, Backend, Status};
 pub use buffer::{Buffer, BufferType};
 pub use device::Device;

@@ -100,15 +100,19 @@ impl<'a> Tensor<'a> {
         self.raw == other.raw
     }
 
-    /// `len` bytes of the data from `offset`, if the tensor lies in host memory and holds that many.
-    pub fn bytes(&self, offset: usize, len: usize) -> Option<&'a [u8]> {
+    /// `len` bytes of a weight's data from `offset`; `None` for anything but weights in host memory, or beyond its end.
+    pub fn weight_bytes(&self, offset: usize, len: usize) -> Option<&'a [u8]> {
         let data = NonNull::new(self.get().data.cast::<u8>())?;
         let end = offset.checked_add(len)?;
-        if end > self.n_bytes() || !self.buffer()?.is_host() {
+        if end > self.n_bytes() || !self.is_in_host_memory() || !self.buffer()?.holds_weights() {
             return None;
         }
-        // SAFETY: the range lies inside the tensor's allocated host memory, which nobody writes during 'a.
+        // SAFETY: the range lies inside the tensor's allocated host memory; weights are not written while graphs run.
         Some(unsafe { std::slice::from_raw_parts(data.as_ptr().add(offset), len) })
+    }
+
+    fn is_in_host_memory(&self) -> bool {
+        self.buffer().is_some_and(|buffer| buffer.is_host())
     }
 
     /// The tensor's data as expert ids, if it is a 2-D tensor of 32-bit integers in host memory.
@@ -121,7 +125,9 @@ impl<'a> Tensor<'a> {
         if n_used == 0 || n_tokens == 0 {
             return Some(Ids { data: NonNull::dangling(), n_used, n_tokens: 0, strides: [0; 2], memory: PhantomData });
         }
-        self.bytes(0, self.n_bytes())?;
+        if !self.is_in_host_memory() {
+            return None;
+        }
         Some(Ids {
             data: NonNull::new(self.get().data.cast())?,
             n_used,
@@ -164,7 +170,8 @@ impl<'a> Ids<'a> {
 
     fn at(&self, slot: usize, token: usize) -> i32 {
         let offset = slot * self.strides[0] + token * self.strides[1];
-        // SAFETY: `Tensor::ids` checked alignment and that all n_used x n_tokens elements lie in host memory.
+        // SAFETY: `Tensor::ids` checked alignment and that the tensor, all n_used x n_tokens of it, lies in host memory;
+        // a plain read, so it does not matter who writes there at other times.
         unsafe { self.data.byte_add(offset).read() }
     }
 }

@@ -78,6 +78,7 @@ impl Builder {
         unsafe {
             let buffer = sys::ggml_backend_alloc_ctx_tensors_from_buft(self.raw.as_ptr(), cpu);
             sys::ggml_backend_buffer_clear(buffer, 0);
+            sys::ggml_backend_buffer_set_usage(buffer, sys::GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
         }
     }
 

@@ -67,14 +67,23 @@ impl Block {
         graph.node(*self.projections.first()?)?.src(2)
     }
 
-    /// The expert weights `[n_in, n_out, n_expert]`, in execution order.
+    /// The model's expert weights `[n_in, n_out, n_expert]`, in execution order. LoRA factors are passed over.
     pub fn weights<'a>(&self, graph: &Graph<'a>) -> impl Iterator<Item = Tensor<'a>> {
-        self.projections.iter().filter_map(|&index| graph.node(index)?.src(0))
+        self.nodes(graph).filter(is_no_adapter).filter_map(|node| node.src(0))
+    }
+
+    /// Experts that every projection has, LoRA factors included: ids must be below this.
+    pub fn n_expert(&self, graph: &Graph<'_>) -> Option<u64> {
+        self.nodes(graph).filter_map(|node| Some(node.src(0)?.ne(2))).min()
+    }
+
+    fn nodes<'a>(&self, graph: &Graph<'a>) -> impl Iterator<Item = Tensor<'a>> {
+        self.projections.iter().filter_map(|&index| graph.node(index))
     }
 
     /// Tells the shape from how the projections hang together. LoRA factors are passed over.
     fn shape_in(&self, graph: &Graph<'_>) -> Shape {
-        let projections = self.projections.iter().filter_map(|&index| graph.node(index)).filter(is_no_adapter);
+        let projections = self.nodes(graph).filter(is_no_adapter);
         let is_node = |tensor: &Tensor<'_>| graph.nodes().any(|node| node.is(tensor));
         let (inner, outer): (Vec<_>, Vec<_>) =
             projections.partition(|node| node.src(1).is_some_and(|x| is_node(&x.storage())));
@@ -83,6 +92,7 @@ impl Block {
         }
         match outer.as_slice() {
             [up] if graph.nodes().any(|node| is_glu_of_halves(&node, up)) => Shape::FusedGateUpDown,
+            [up] if inner[0].src(1).is_some_and(|x| x.storage().is(up)) => Shape::Partial("no activation"),
             [_] => Shape::UpDown,
             [a, b] if shares_input(a, b) => Shape::GateUpDown,
             [_, _] => Shape::Partial("gate and up have different inputs"),
@@ -199,6 +209,15 @@ mod tests {
         let gate = b.mul_mat_id(experts(&b, N_EMBD, N_FF), x, ids);
         let graph = b.graph(b.mul_mat_id(experts(&b, N_FF, N_EMBD), b.mul(gate, up), ids));
         assert_eq!(shapes(&graph), [Shape::GateUpDown]);
+    }
+
+    #[test]
+    fn two_projections_in_a_row_are_no_expert_ffn() {
+        let b = Builder::new();
+        let (x, ids) = (b.leaf(sys::GGML_TYPE_F32, [N_EMBD, 1, 1]), b.ids(2, N_EXPERT, 1));
+        let up = b.mul_mat_id(experts(&b, N_EMBD, N_FF), x, ids);
+        let graph = b.graph(b.mul_mat_id(experts(&b, N_FF, N_EMBD), up, ids));
+        assert_eq!(shapes(&graph), [Shape::Partial("no activation")]);
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! What an expert FFN looks like in a graph: which operations are ours to claim, and which nodes form a block.
 //!
 //! Everything is recognised by operation and buffer, never by an architecture's or tensor's name. No I/O here.
+#![forbid(unsafe_code)]
 
 mod block;
 mod claim;

@@ -22,10 +22,14 @@ const INTERFACE: sys::ggml_backend_buffer_i = sys::ggml_backend_buffer_i {
     reset: None,
 };
 
-/// New host memory: the GPU's page-locked kind where stock would use that too, else plain memory. NULL if neither is to be had.
+/// The GPU's page-locked memory, if there is such a GPU and the user has not ruled it out (`--no-host`).
+pub(super) fn pinned_type() -> Option<BufferType> {
+    if engine().config().no_host { None } else { Device::gpu()?.host_buffer_type() }
+}
+
+/// New host memory: page-locked where possible, as stock does for experts, else plain. NULL if neither is to be had.
 pub(super) fn allocate(size: usize) -> sys::ggml_backend_buffer_t {
-    let pinned = Device::gpu().and_then(|gpu| gpu.host_buffer_type());
-    for kind in [pinned, BufferType::cpu()].into_iter().flatten() {
+    for kind in [pinned_type(), BufferType::cpu()].into_iter().flatten() {
         // SAFETY: the buffer type is registered.
         let inner = unsafe { sys::ggml_backend_buft_alloc_buffer(kind.as_raw(), size) };
         if !inner.is_null() {

@@ -10,7 +10,7 @@ pub(super) static BUFFER_TYPE: Shared<sys::ggml_backend_buffer_type> = Shared::n
         get_name: Some(get_name),
         alloc_buffer: Some(alloc_buffer),
         get_alignment: Some(get_alignment),
-        get_max_size: None,
+        get_max_size: Some(get_max_size),
         get_alloc_size: None,
         is_host: Some(is_host),
     },
@@ -33,6 +33,11 @@ unsafe extern "C" fn get_name(_: sys::ggml_backend_buffer_type_t) -> *const c_ch
 
 unsafe extern "C" fn alloc_buffer(_: sys::ggml_backend_buffer_type_t, size: usize) -> sys::ggml_backend_buffer_t {
     guard("allocating a buffer", null_mut(), || buffer::allocate(size))
+}
+
+/// That of the memory we allocate from, so that ggml parts what is larger.
+unsafe extern "C" fn get_max_size(_: sys::ggml_backend_buffer_type_t) -> usize {
+    guard("asking for a size", usize::MAX, || buffer::pinned_type().map_or(usize::MAX, |pinned| pinned.max_size()))
 }
 
 unsafe extern "C" fn get_alignment(_: sys::ggml_backend_buffer_type_t) -> usize {

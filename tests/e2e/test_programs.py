@@ -9,7 +9,7 @@ from experts_json import Profile
 from models import generated
 from processes import run, stock_environment
 
-TEXT = "What a layer asks for differs by kind of text: prose, programs, pages of a manual. " * 6
+TEXT = (paths.REPOSITORY / "tests/models/text/prose.txt").read_text()[:1800]
 GENERATE = ["-no-cnv", "--temp", 0, "-n", 120, "-t", 2, "--no-warmup", "-p", "Once upon a time"]
 LEAST_TEXT = 80  # bytes of 120 and more
 LEAST_CHUNKS = 4  # of 7

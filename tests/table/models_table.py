@@ -1,7 +1,6 @@
 """Renders docs/models.md from what the end-to-end tests recorded (tests/e2e/results.py says in which format).
 
-    build/venv/bin/python -m pytest tests/e2e --full
-    build/venv/bin/python tests/table/models_table.py > docs/models.md
+    scripts/test --full && scripts/models-table
 
 Takes the newest run of the whole suite with --full; --any takes all rows of all runs, of equal ones the newest.
 """
@@ -22,7 +21,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 RESULTS = REPOSITORY / "build/tests/results"
 PIN = REPOSITORY / "ggml-hooks/pin.env"
 
-COMMAND = "build/venv/bin/python tests/table/models_table.py > docs/models.md"
+COMMAND = "scripts/test --full && scripts/models-table"
 RPC = ", dense on RPC"
 SHAPES_WAY = "--cpu-moe"  # the way by which every shape and type is tested
 PLACES = ("CPU only", "dense layers on a device (RPC)")
