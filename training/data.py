@@ -33,13 +33,14 @@ PACKAGES = {
     "libpython3.11-stdlib": ("code", "PSF-2.0", "every .py but pydoc_data/ and lib2to3/"),
     "python3-networkx": ("code", "BSD-3-Clause", "every .py under usr/lib"),
     "manpages": ("manual", "free, by page: Linux-man-pages-copyleft, GPL, BSD, MIT, public domain", "man1 to man8"),
-    "manpages-dev": ("manual", "free, by page: Linux-man-pages-copyleft, GPL, BSD, MIT, public domain", "man2 to man8"),
+    "manpages-dev": ("manual", "free, by page: Linux-man-pages-copyleft, GPL, BSD, MIT, public domain",
+                     "man2 to man8"),
     "git-man": ("manual", "GPL-2.0-only", "man1 to man7"),
     "bible-kjv": ("tool", "GPL-2.0-or-later", "usr/bin/bible prints the text"),
     "mandoc": ("tool", "ISC", "usr/bin/mandoc renders manual pages"),
 }
 CODE_EXCLUDED = ("encodings/", "pydoc_data/", "lib2to3/")
-PUBLIC_DOMAIN_PAGE = re.compile(r'^\.\\" This (page|text|file)?\s?is in the public domain|^\.\\" Placed in the Public Domain', re.M)
+PUBLIC_DOMAIN_PAGE = re.compile(r'^\.\\" (This (page|text|file)?\s?is|Placed) in the Public Domain', re.M | re.I)
 
 
 @dataclass

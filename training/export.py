@@ -23,13 +23,13 @@ MATRICES = {"q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_output", "ro
 NORMS = {"q_norm": "attn_q_norm", "k_norm": "attn_k_norm", "attn_norm": "attn_norm", "ffn_norm": "ffn_norm"}
 
 
-def add_metadata(writer: gguf.GGUFWriter, config: Config, tokens_seen: int) -> None:
+def add_metadata(writer: gguf.GGUFWriter, config: Config, context_length: int, tokens_seen: int) -> None:
     c = config
     writer.add_name("moe-hot small")
-    writer.add_description(f"Small mixture-of-experts base model trained from scratch on {tokens_seen} tokens of English "
-                           "prose, Python source code and manual pages, for the tests of moe-hot. " + LICENCES)
+    writer.add_description(f"Small mixture-of-experts base model trained from scratch on {tokens_seen} tokens of "
+                           "English prose, Python source code and manual pages, for the tests of moe-hot. " + LICENCES)
     writer.add_license("mit")
-    writer.add_context_length(c.context)
+    writer.add_context_length(context_length)
     writer.add_embedding_length(c.d_model)
     writer.add_block_count(c.layers)
     writer.add_feed_forward_length(c.expert_ff * c.top_k)
@@ -77,6 +77,8 @@ def main() -> None:
     parser.add_argument("--run", type=Path, required=True, help="folder with checkpoint.pkl and config.json")
     parser.add_argument("--tokenizer", type=Path, required=True, help="tokenizer.json from data.py")
     parser.add_argument("--type", choices=("f16", "f32"), default="f16")
+    parser.add_argument("--context-length", type=int, default=2048,
+                        help="written to the file; longer than the trained one, README.md has the perplexities")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
 
@@ -84,7 +86,8 @@ def main() -> None:
     checkpoint = load_checkpoint(options.run / "checkpoint.pkl")
     writer = gguf.GGUFWriter(options.out, "qwen3moe")
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16 if options.type == "f16" else gguf.LlamaFileType.ALL_F32)
-    add_metadata(writer, Config(**settings["model"]), checkpoint["step"] * settings["tokens_per_step"])
+    tokens_seen = checkpoint["step"] * settings["tokens_per_step"]
+    add_metadata(writer, Config(**settings["model"]), options.context_length, tokens_seen)
     add_tokenizer(writer, options.tokenizer)
     add_tensors(writer, checkpoint["params"], np.float16 if options.type == "f16" else np.float32)
     writer.write_header_to_file()

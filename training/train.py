@@ -1,7 +1,8 @@
 """Trains the model: balanced batches, AdamW, schedule by tokens, checkpoints, a loss curve as CSV.
 
-Runs until the planned tokens are seen, or, when a file `finish` appears in the run folder, decays the learning rate
-over the next --finish-steps steps and stops. Restarting with the same --run folder continues from its checkpoint.
+Runs until the planned tokens are seen, or, when a file `finish` with a number of steps appears in the run folder,
+decays the learning rate over that many steps and stops. Restarting with the same --run folder continues from its
+checkpoint.
 """
 import argparse
 import csv
@@ -34,6 +35,7 @@ class Batches:
         self.context, self.windows, self.seed = context, windows_per_kind, seed
 
     def starts(self, kind: int, epoch: int) -> np.ndarray:
+        """Shuffled window starts; the offset differs by epoch, the number of windows does not."""
         random = np.random.default_rng((self.seed, kind, epoch))
         offset = random.integers(self.context)
         starts = np.arange(offset, len(self.streams[kind]) - self.context - 1, self.context)
@@ -122,12 +124,12 @@ def drop_rows_after(path: Path, step: int) -> None:
 class Finish:
     """Ends the run early: from the step at which the file appears, the rate falls linearly to 5 % of the peak."""
 
-    def __init__(self, file: Path, steps: int, peak: float):
-        self.file, self.steps, self.floor, self.started = file, steps, 0.05 * peak, None
+    def __init__(self, file: Path, peak: float):
+        self.file, self.floor, self.started = file, 0.05 * peak, None
 
     def rate(self, step: int, planned: float) -> float:
         if self.started is None and self.file.exists():
-            self.started, self.start_rate = step, planned
+            self.started, self.start_rate, self.steps = step, planned, int(self.file.read_text())
         if self.started is None:
             return planned
         return self.floor + (self.start_rate - self.floor) * max(1 - (step - self.started) / self.steps, 0)
@@ -153,7 +155,7 @@ def train(options: argparse.Namespace) -> None:
     drop_rows_after(run / "loss.csv", first)
     update = make_step(config, optimizer, options.balance_weight, options.capacity_factor)
     held_out = {k: held_out_windows(options.data, k, config.context, options.eval_windows) for k in KINDS}
-    finish = Finish(run / "finish", options.finish_steps, options.peak_rate)
+    finish = Finish(run / "finish", options.peak_rate)
     (run / "config.json").write_text(json.dumps({"model": asdict(config), "tokens_per_step": per_step} | {
         k: v for k, v in vars(options).items() if not isinstance(v, Path)}, indent=1) + "\n")
 
@@ -190,7 +192,6 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=100, help="steps")
     parser.add_argument("--balance-weight", type=float, default=0.01)
     parser.add_argument("--capacity-factor", type=float, default=1.5)
-    parser.add_argument("--finish-steps", type=int, default=150)
     parser.add_argument("--log-every", type=int, default=10)
     parser.add_argument("--eval-every", type=int, default=100)
     parser.add_argument("--eval-windows", type=int, default=16, help="held-out windows per kind")
