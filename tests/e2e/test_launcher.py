@@ -112,6 +112,15 @@ def test_a_bad_path_in_the_environment_is_refused_too(fake, tmp_path):
     assert answer.code == 2 and "it is a folder" in answer.err
 
 
+def test_an_empty_path_in_the_environment_is_none(fake):
+    assert launch(fake, "-m", "x", **{PERF_OUT: ""}).started["args"] == ["-m", "x"]
+
+
+def test_page_locked_memory_is_ruled_out_for_the_plugin_too(fake):
+    assert launch(fake, "--no-host").started["environment"]["MOE_HOT_NO_HOST"] == "1"
+    assert "MOE_HOT_NO_HOST" not in launch(fake).started["environment"]
+
+
 def test_no_program_is_refused_with_usage():
     answer = launch()
     assert answer.code == 2 and "Usage: moe-hot PROGRAM" in answer.err
