@@ -123,7 +123,12 @@ def instructions(model: Path, folder: Path) -> dict | None:
         callgrind = ["valgrind", "--tool=callgrind", "--callgrind-out-file=/dev/null", f"--log-file={log}"]
         run([*callgrind, *program], name == "plugin", folder)
         counts[name] = int(re.search(r"Collected : (\d+)", log.read_text())[1])
-    return counts | {"ratio": counts["plugin"] / counts["stock"], "command": shlex.join(map(str, program))}
+    return counts | {"ratio": counts["plugin"] / counts["stock"], "command": below_root(program)}
+
+
+def below_root(command: list) -> str:
+    """A command line with paths as seen from the repository's root."""
+    return shlex.join(map(str, command)).replace(f"{ROOT}/", "")
 
 
 def machine() -> dict:
