@@ -10,7 +10,6 @@ mod model;
 mod recorder;
 
 pub use context::Context;
-pub use recorder::SAVE_INTERVAL;
 
 use crate::config::{Config, OFFLOAD_MIN_BATCH};
 use crate::ggml::{Device, Level, Tensor, is_hosts_log, log};

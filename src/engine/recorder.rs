@@ -14,7 +14,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 /// Time between two saves while counts change.
-pub const SAVE_INTERVAL: Duration = Duration::from_secs(5);
+const SAVE_INTERVAL: Duration = Duration::from_secs(5);
 
 /// A thread that saves changed profiles every [`SAVE_INTERVAL`]; ends when dropped.
 pub struct Recorder {
