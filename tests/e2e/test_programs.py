@@ -8,10 +8,10 @@ import paths
 from experts_json import Profile
 from models import generated
 from processes import run, stock_environment
+from ways import assert_same_text
 
 TEXT = (paths.REPOSITORY / "tests/models/text/prose.txt").read_text()[:1800]
 GENERATE = ["-no-cnv", "--temp", 0, "-n", 120, "-t", 2, "--no-warmup", "-p", "Once upon a time"]
-LEAST_TEXT = 80  # bytes of 120 and more
 LEAST_CHUNKS = 4  # of 7
 
 
@@ -21,13 +21,6 @@ def stock_program(name: str, *arguments, folder, log: str) -> str:
 
 def launched(*arguments, folder, log: str) -> str:
     return run([paths.LAUNCHER, *arguments], folder / log, stock_environment())
-
-
-def assert_same_text(stock: str, ours: str) -> None:
-    """Equal as far as both go: at its exit, stock llama.cpp may lose the last lines that its log thread holds."""
-    length = min(len(stock), len(ours))
-    assert length >= LEAST_TEXT
-    assert ours[:length] == stock[:length]
 
 
 def assert_recorded(out_file) -> None:
