@@ -1,6 +1,6 @@
 //! A backend instance that we own: one stream of work on one device.
 
-use super::{Device, Graph, sys};
+use super::{Device, Graph, HostBlock, OwnGraph, Tensor, TensorIndex, sys};
 use crate::{Error, Result};
 use std::ffi::{c_int, c_void};
 use std::ptr::NonNull;
@@ -19,6 +19,26 @@ pub struct AbortCallback {
 
 type SetThreads = unsafe extern "C" fn(sys::ggml_backend_t, c_int);
 type SetAbortCallback = unsafe extern "C" fn(sys::ggml_backend_t, sys::ggml_abort_callback, *mut c_void);
+
+/// Bytes of a graph's tensor that go from or to the start of a block of host memory.
+pub struct Transfer<B> {
+    /// The device's side.
+    pub tensor: TensorIndex,
+    /// Bytes to copy.
+    pub len: usize,
+    /// The host's side.
+    pub block: B,
+}
+
+/// Bytes for a tensor on a device.
+pub struct Upload<'a> {
+    /// Where they go.
+    pub tensor: TensorIndex,
+    /// First byte in the tensor.
+    pub offset: usize,
+    /// The bytes.
+    pub bytes: &'a [u8],
+}
 
 /// An owned backend instance, freed on drop. Used by one thread at a time.
 pub struct Backend {
@@ -73,6 +93,92 @@ impl Backend {
     pub fn compute(&mut self, graph: &Graph<'_>) -> Status {
         // SAFETY: both are valid and this thread alone uses them.
         unsafe { sys::ggml_backend_graph_compute(self.raw.as_ptr(), graph.as_raw()) }
+    }
+
+    /// Computes a graph of ours on this thread and waits; `live` are shown to its bound leaves, in their order.
+    pub fn compute_own<'a>(
+        &mut self,
+        graph: &mut OwnGraph,
+        live: impl ExactSizeIterator<Item = Tensor<'a>>,
+    ) -> Result<Status> {
+        if live.len() != graph.bound().len() {
+            return Err(Error::Ggml("a tensor for every leaf of a graph"));
+        }
+        for (leaf, tensor) in live.enumerate() {
+            graph.bind(leaf, &tensor)?;
+        }
+        // SAFETY: every tensor has memory: its own, or a live tensor's that outlasts this call, which waits.
+        Ok(unsafe { sys::ggml_backend_graph_compute(self.raw.as_ptr(), graph.as_raw()) })
+    }
+
+    /// Uploads, computes and downloads without waiting, runs `meanwhile` on this thread, then waits for the device.
+    ///
+    /// If the device refuses the graph `meanwhile` is not run, and the status is returned.
+    pub fn compute_while<R>(
+        &mut self,
+        graph: &mut OwnGraph,
+        input: Transfer<&HostBlock>,
+        output: Transfer<&mut HostBlock>,
+        meanwhile: impl FnOnce() -> R,
+    ) -> Result<Result<R, Status>> {
+        let raw = self.raw.as_ptr();
+        let (from, to) = (input.block.range(0, input.len)?, output.block.range(0, output.len)?);
+        if !graph.bound().is_empty() {
+            return Err(Error::Ggml("a graph whose tensors all have a place"));
+        }
+        graph.check_range(input.tensor, 0, input.len)?;
+        graph.check_range(output.tensor, 0, output.len)?;
+        // Waits on every way out, a panic of `meanwhile` included: until then the device uses blocks and graph.
+        let _wait = WaitOnDrop(self);
+        // SAFETY: ranges were checked; blocks and graph are borrowed until `_wait` is dropped.
+        let status = unsafe {
+            sys::ggml_backend_tensor_set_async(raw, graph.tensor(input.tensor), from.cast(), 0, input.len);
+            sys::ggml_backend_graph_compute_async(raw, graph.as_raw())
+        };
+        if status != sys::GGML_STATUS_SUCCESS {
+            return Ok(Err(status));
+        }
+        // SAFETY: as above.
+        unsafe { sys::ggml_backend_tensor_get_async(raw, graph.tensor(output.tensor), to.cast(), 0, output.len) };
+        Ok(Ok(meanwhile()))
+    }
+
+    /// Copies to the device and waits until all of it is there.
+    pub fn upload(&mut self, graph: &OwnGraph, uploads: &[Upload<'_>]) -> Result<()> {
+        for upload in uploads {
+            graph.check_range(upload.tensor, upload.offset, upload.bytes.len())?;
+        }
+        let raw = self.raw.as_ptr();
+        let _wait = WaitOnDrop(self);
+        for Upload { tensor, offset, bytes } in uploads {
+            // SAFETY: ranges were checked; the bytes are borrowed until `_wait` is dropped.
+            unsafe {
+                sys::ggml_backend_tensor_set_async(raw, graph.tensor(*tensor), bytes.as_ptr().cast(), *offset, bytes.len());
+            }
+        }
+        Ok(())
+    }
+
+    /// Copies from the device and waits.
+    pub fn download(&mut self, graph: &OwnGraph, tensor: TensorIndex, offset: usize, into: &mut [u8]) -> Result<()> {
+        graph.check_range(tensor, offset, into.len())?;
+        let raw = self.raw.as_ptr();
+        let _wait = WaitOnDrop(self);
+        // SAFETY: the range was checked; `into` is borrowed until `_wait` is dropped.
+        unsafe {
+            sys::ggml_backend_tensor_get_async(raw, graph.tensor(tensor), into.as_mut_ptr().cast(), offset, into.len());
+        }
+        Ok(())
+    }
+}
+
+/// Waits for everything that an instance has begun.
+struct WaitOnDrop<'a>(&'a mut Backend);
+
+impl Drop for WaitOnDrop<'_> {
+    fn drop(&mut self) {
+        // SAFETY: the instance is valid.
+        unsafe { sys::ggml_backend_synchronize(self.0.raw.as_ptr()) };
     }
 }
 

@@ -9,6 +9,11 @@ use std::ptr::NonNull;
 #[derive(Clone, Copy)]
 pub struct Device(NonNull<sys::ggml_backend_device>);
 
+// SAFETY: registered devices live as long as the process, and ggml's device functions may be called from any thread.
+unsafe impl Send for Device {}
+// SAFETY: as above.
+unsafe impl Sync for Device {}
+
 impl Device {
     /// The CPU device. None means that this copy of ggml is not the host's.
     pub fn cpu() -> Result<Self> {
@@ -22,8 +27,7 @@ impl Device {
 
     /// The GPU that shares the host's memory and that llama.cpp will use: it prefers discrete ones, but not remote ones.
     pub fn shared_memory_gpu() -> Option<Self> {
-        let is_local_gpu = |device: &Self| device.kind() == sys::GGML_BACKEND_DEVICE_TYPE_GPU && !device.is_remote();
-        if Self::all().any(|device| is_local_gpu(&device)) {
+        if Self::local_gpu().is_some() {
             return None;
         }
         Self::of_type(sys::GGML_BACKEND_DEVICE_TYPE_IGPU)
@@ -51,6 +55,39 @@ impl Device {
     pub fn name(&self) -> Cow<'static, str> {
         // SAFETY: the device is registered and lives as long as the process, and so does its name.
         unsafe { c_text(sys::ggml_backend_dev_name(self.as_raw())) }
+    }
+
+    /// The device with this name, as the program's `--list-devices` prints it.
+    pub fn named(name: &str) -> Option<Self> {
+        Self::all().find(|device| device.name() == name)
+    }
+
+    /// The first discrete GPU of this machine: with memory of its own, and not remote.
+    pub fn local_gpu() -> Option<Self> {
+        Self::all().find(Self::is_local_gpu)
+    }
+
+    fn is_local_gpu(&self) -> bool {
+        self.kind() == sys::GGML_BACKEND_DEVICE_TYPE_GPU && !self.is_remote()
+    }
+
+    /// The memory that its tensors lie in.
+    pub fn buffer_type(&self) -> Option<BufferType> {
+        // SAFETY: the device is registered; ggml returns NULL or a registered buffer type.
+        unsafe { BufferType::from_raw(sys::ggml_backend_dev_buffer_type(self.as_raw())) }
+    }
+
+    /// Free and total memory in bytes, by the device's own report; 0 and 0 if it does not tell.
+    pub fn memory(&self) -> (u64, u64) {
+        let (mut free, mut total) = (0, 0);
+        // SAFETY: the device is registered and both pointers are valid for writing.
+        unsafe { sys::ggml_backend_dev_memory(self.as_raw(), &mut free, &mut total) };
+        (free as u64, total as u64)
+    }
+
+    /// Address of the device, for use as an identity.
+    pub fn address(&self) -> usize {
+        self.0.as_ptr() as usize
     }
 
     fn of_type(kind: sys::ggml_backend_dev_type) -> Option<Self> {

@@ -56,6 +56,30 @@ impl<'a> Graph<'a> {
         unsafe { Tensor::from_raw(raw) }
     }
 
+    /// How many operations of the whole graph (not only of this split) read `node`; `None` if the graph does not know it.
+    ///
+    /// Looks it up as ggml does (ggml-impl.h, `ggml_hash_find`): address / 16, then linear probing.
+    pub fn use_count(&self, node: &Tensor<'_>) -> Option<u32> {
+        const BITS: usize = u32::BITS as usize;
+        let set = &self.get().visited_hash_set;
+        if set.size == 0 || set.used.is_null() || set.keys.is_null() || self.get().use_counts.is_null() {
+            return None;
+        }
+        let first = (node.as_raw() as usize >> 4) % set.size;
+        for position in (first..set.size).chain(0..first) {
+            // SAFETY: `used` holds one bit, and `keys` and `use_counts` one element, for each of `size` positions.
+            unsafe {
+                if *set.used.add(position / BITS) >> (position % BITS) & 1 == 0 {
+                    return None;
+                }
+                if *set.keys.add(position) == node.as_raw() {
+                    return u32::try_from(*self.get().use_counts.add(position)).ok();
+                }
+            }
+        }
+        None
+    }
+
     /// All nodes in execution order.
     pub fn nodes(&self) -> impl Iterator<Item = Tensor<'a>> {
         (0..self.len()).filter_map(|index| self.node(index))

@@ -4,21 +4,27 @@
 //! everything else is safe. This module knows nothing of experts.
 
 mod abi;
+mod arena;
 mod backend;
 mod buffer;
 mod device;
 mod graph;
+mod live;
 mod log;
+mod memory;
 mod tensor;
 #[cfg(test)]
 pub(crate) mod testing;
 
 pub use abi::{COMMIT, RevisionCheck, check_host, is_commit, is_our_commit};
-pub use backend::{AbortCallback, Backend, Status};
+pub use arena::{GraphBuilder, MAX_SOURCES, OpParams, OwnGraph, TensorIndex, graphs_built};
+pub use backend::{AbortCallback, Backend, Status, Transfer, Upload};
 pub use buffer::{Buffer, BufferType};
 pub use device::Device;
 pub use graph::Graph;
+pub use live::{SharedWeights, close_buffer, open_buffer};
 pub use log::{Level, is_hosts_log, log, remember_hosts_log};
+pub use memory::{HostBlock, Memory};
 pub use tensor::{Ids, Tensor};
 
 /// The generated bindings to the pinned revision of ggml.

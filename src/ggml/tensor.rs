@@ -1,6 +1,6 @@
 //! Read access to tensors that the host owns.
 
-use super::{Buffer, c_text, sys};
+use super::{Buffer, OpParams, c_text, sys};
 use std::borrow::Cow;
 use std::marker::PhantomData;
 use std::ptr::NonNull;
@@ -28,7 +28,6 @@ impl<'a> Tensor<'a> {
         unsafe { self.raw.as_ref() }
     }
 
-    #[cfg(test)]
     pub(super) fn as_raw(&self) -> *mut sys::ggml_tensor {
         self.raw.as_ptr()
     }
@@ -36,6 +35,27 @@ impl<'a> Tensor<'a> {
     /// The operation that makes this tensor (`sys::GGML_OP_…`).
     pub fn op(&self) -> sys::ggml_op {
         self.get().op
+    }
+
+    /// The operation's parameters.
+    pub fn op_params(&self) -> OpParams {
+        self.get().op_params
+    }
+
+    /// Bytes from the start of the tensor that this one is a view of.
+    pub fn view_offset(&self) -> usize {
+        self.get().view_offs
+    }
+
+    /// Whether the host wants to read it after the graph.
+    pub fn is_output(&self) -> bool {
+        self.get().flags & sys::GGML_TENSOR_FLAG_OUTPUT as i32 != 0
+    }
+
+    /// Whether its elements lie one after the other without gaps.
+    pub fn is_contiguous(&self) -> bool {
+        // SAFETY: the tensor is valid; ggml only reads it.
+        unsafe { sys::ggml_is_contiguous(self.raw.as_ptr()) }
     }
 
     /// Element type (`sys::GGML_TYPE_…`).
@@ -88,6 +108,23 @@ impl<'a> Tensor<'a> {
     pub fn buffer(&self) -> Option<Buffer<'a>> {
         // SAFETY: the buffer of a valid tensor is NULL or lives as long as the tensor.
         unsafe { Buffer::from_raw(self.storage().get().buffer) }
+    }
+
+    pub(super) fn get_buffer(&self) -> sys::ggml_backend_buffer_t {
+        self.get().buffer
+    }
+
+    /// Address and length in bytes of row `(i1, i2)` of an f32 tensor in host memory.
+    pub(super) fn f32_row(&self, i1: usize, i2: usize) -> Option<(NonNull<u8>, usize)> {
+        let is_inside = (i1 as u64) < self.ne(1) && (i2 as u64) < self.ne(2);
+        let is_f32 = self.element_type() == sys::GGML_TYPE_F32 && self.nb(0) == size_of::<f32>();
+        if !is_inside || !is_f32 || !self.is_in_host_memory() {
+            return None;
+        }
+        let data = NonNull::new(self.get().data.cast::<u8>())?;
+        // SAFETY: row and plane are below the tensor's, so the row's start lies inside the tensor.
+        let row = unsafe { data.byte_add(i1 * self.nb(1) + i2 * self.nb(2)) };
+        Some((row, self.ne(0) as usize * size_of::<f32>()))
     }
 
     /// Address of the data, for use as an identity.

@@ -5,6 +5,8 @@
 
 mod block;
 mod claim;
+mod ffn;
 
 pub use block::{Block, Shape};
 pub use claim::Claims;
+pub use ffn::{Ffn, Rows, Source, Step, WeightShape};

@@ -1,0 +1,73 @@
+//! Weights that other threads may read for as long as their buffer lives.
+//!
+//! The plugin's buffers are registered when made and closed before they are freed; closing waits for readers. So a
+//! [`SharedWeights`] can outlive its buffer without harm: it then has no bytes any more.
+
+use super::{Buffer, Tensor};
+use std::collections::HashMap;
+use std::ptr::NonNull;
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError, RwLock};
+
+/// Whether a buffer's memory is still there. Readers hold the lock while they read.
+type Open = RwLock<bool>;
+
+/// Live buffers of ours by address.
+static LIVE: LazyLock<Mutex<HashMap<usize, Arc<Open>>>> = LazyLock::new(Mutex::default);
+
+fn live() -> MutexGuard<'static, HashMap<usize, Arc<Open>>> {
+    LIVE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Makes a new buffer's weights readable by other threads.
+///
+/// # Safety
+/// [`close_buffer`] is called with the same address before the buffer's memory goes.
+pub unsafe fn open_buffer(address: usize) {
+    live().insert(address, Arc::new(RwLock::new(true)));
+}
+
+/// Ends all reading of a buffer's weights; returns when nobody reads any more.
+pub fn close_buffer(address: usize) {
+    let open = live().remove(&address);
+    if let Some(open) = open {
+        *open.write().unwrap_or_else(PoisonError::into_inner) = false;
+    }
+}
+
+/// One tensor's bytes in a buffer of ours.
+#[derive(Clone)]
+pub struct SharedWeights {
+    data: NonNull<u8>,
+    len: usize,
+    open: Arc<Open>,
+}
+
+// SAFETY: the bytes are only read, and only under the lock that says that they are there.
+unsafe impl Send for SharedWeights {}
+// SAFETY: as above.
+unsafe impl Sync for SharedWeights {}
+
+impl SharedWeights {
+    /// The bytes of a leaf in a live buffer of ours; `None` for anything else.
+    pub fn of(tensor: &Tensor<'_>) -> Option<Self> {
+        let buffer: Buffer<'_> = tensor.buffer()?;
+        let data = NonNull::new(tensor.address() as *mut u8)?;
+        let open = live().get(&buffer.address())?.clone();
+        Some(Self { data, len: tensor.n_bytes(), open })
+    }
+
+    /// Runs `read` on `len` bytes from `offset`; `None` if they are gone or there are not so many.
+    pub fn with_bytes<R>(&self, offset: usize, len: usize, read: impl FnOnce(&[u8]) -> R) -> Option<R> {
+        if offset.checked_add(len)? > self.len {
+            return None;
+        }
+        let open = self.open.read().unwrap_or_else(PoisonError::into_inner);
+        if !*open {
+            return None;
+        }
+        // SAFETY: the buffer is open and stays so while the lock is held; the range lies inside the tensor. Weights
+        // are not written once graphs run (an adapter's are written before its first graph).
+        let bytes = unsafe { std::slice::from_raw_parts(self.data.as_ptr().add(offset), len) };
+        Some(read(bytes))
+    }
+}
