@@ -3,7 +3,7 @@
 //! A [`GraphBuilder`] makes tensors without memory; [`GraphBuilder::finish`] turns them into an [`OwnGraph`] that keeps
 //! the memory it was placed in alive. Tensors are named by [`TensorIndex`], which is good for the graph it came from.
 
-use super::{BufferType, Device, Memory, Tensor, sys};
+use super::{BufferType, Device, Memory, Tensor, c_text, sys};
 use crate::{Error, Result};
 use std::ptr::{NonNull, null_mut};
 use std::sync::Arc;
@@ -117,6 +117,12 @@ impl GraphBuilder {
     pub fn n_bytes(&self, tensor: TensorIndex) -> usize {
         // SAFETY: the tensor is valid.
         unsafe { sys::ggml_nbytes(self.raw(tensor)) }
+    }
+
+    /// Name of the tensor's operation, for messages.
+    pub fn op_name(&self, tensor: TensorIndex) -> String {
+        // SAFETY: the tensor is valid; ggml returns a static string.
+        unsafe { c_text(sys::ggml_op_desc(self.raw(tensor))) }.into_owned()
     }
 
     /// Whether the device can execute the tensor's operation.

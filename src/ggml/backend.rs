@@ -99,13 +99,10 @@ impl Backend {
     pub fn compute_own<'a>(
         &mut self,
         graph: &mut OwnGraph,
-        live: impl ExactSizeIterator<Item = Tensor<'a>>,
+        mut live: impl Iterator<Item = Tensor<'a>>,
     ) -> Result<Status> {
-        if live.len() != graph.bound().len() {
-            return Err(Error::Ggml("a tensor for every leaf of a graph"));
-        }
-        for (leaf, tensor) in live.enumerate() {
-            graph.bind(leaf, &tensor)?;
+        for leaf in 0..graph.bound().len() {
+            graph.bind(leaf, &live.next().ok_or(Error::Ggml("a tensor for every leaf of a graph"))?)?;
         }
         // SAFETY: every tensor has memory: its own, or a live tensor's that outlasts this call, which waits.
         Ok(unsafe { sys::ggml_backend_graph_compute(self.raw.as_ptr(), graph.as_raw()) })

@@ -99,11 +99,11 @@ impl HostBlock {
         self.memory.size()
     }
 
-    /// Writes bytes at `offset`. Fails beyond the end.
-    pub fn write(&mut self, offset: usize, bytes: &[u8]) -> Result<()> {
-        let to = self.range(offset, bytes.len())?;
+    /// Writes 32-bit ids at byte `offset`. Fails beyond the end.
+    pub fn write_ids(&mut self, offset: usize, ids: &[i32]) -> Result<()> {
+        let to = self.range(offset, size_of_val(ids))?;
         // SAFETY: `range` checked the bounds; the block is ours, and no reference to its bytes exists.
-        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) };
+        unsafe { std::ptr::copy_nonoverlapping(ids.as_ptr().cast(), to, size_of_val(ids)) };
         Ok(())
     }
 

@@ -1,0 +1,148 @@
+//! The hot lane: resident experts, computed on the device while the caller does something else.
+//!
+//! One upload, one graph, one download and one wait for a layer. It works on any ggml device.
+
+use super::Requests;
+use super::job::{Jobs, Rebuilt};
+use super::pool::Pool;
+use super::requests::Form;
+use crate::ggml::{Backend, BufferType, Device, Graph, HostBlock, Memory, Status, Transfer};
+use crate::moe::Ffn;
+use crate::{Error, Result};
+use std::sync::Arc;
+
+/// One device backend instance with its scratch memory, owned by one llama.cpp context.
+pub struct HotLane {
+    backend: Backend,
+    device: Device,
+    kind: BufferType,
+    host: BufferType,
+    scratch: Option<Arc<Memory>>,
+    inputs: Option<HostBlock>,
+    outputs: Option<HostBlock>,
+    layers: Vec<HotLayer>,
+}
+
+/// A layer's recipe over its pool.
+struct HotLayer {
+    pool: Arc<Pool>,
+    ffn: Arc<Ffn>,
+    /// First byte in the pool of each of the recipe's weights.
+    offsets: Vec<usize>,
+    jobs: Jobs,
+}
+
+/// A layer that a lane knows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HotIndex(usize);
+
+/// Why a lane cannot compute a recipe, or how much scratch memory it takes.
+pub struct Trial {
+    /// The first operation that the device cannot execute.
+    pub unsupported: Option<String>,
+    /// Bytes of scratch memory on the device for up to `max_rows` requests.
+    pub scratch_bytes: usize,
+}
+
+/// Rebuilds a recipe without memory to see what the device says to it.
+pub fn try_out(device: Device, ffn: &Ffn, max_rows: usize) -> Result<Trial> {
+    let kind = device.buffer_type().ok_or(Error::Ggml("a buffer type of the device"))?;
+    let mut trial = Trial { unsupported: None, scratch_bytes: 0 };
+    for form in [Form::OneToken(ffn.n_used.min(max_rows)), Form::PerRow(max_rows)] {
+        let rebuilt = Rebuilt::new(ffn, form, ffn.n_expert, kind.alignment())?;
+        trial.unsupported = trial.unsupported.or_else(|| rebuilt.unsupported_by(device));
+        trial.scratch_bytes = trial.scratch_bytes.max(rebuilt.scratch_bytes(kind));
+    }
+    Ok(trial)
+}
+
+impl HotLane {
+    /// A new instance on `device`. `pinned`: whether rows may pass through page-locked memory.
+    pub fn new(device: Device, pinned: bool) -> Result<Self> {
+        let kind = device.buffer_type().ok_or(Error::Ggml("a buffer type of the device"))?;
+        let plain = BufferType::cpu().ok_or(Error::Ggml("a CPU buffer type"))?;
+        let host = if pinned { device.host_buffer_type().unwrap_or(plain) } else { plain };
+        let backend = Backend::new(device)?;
+        Ok(Self { backend, device, kind, host, scratch: None, inputs: None, outputs: None, layers: Vec::new() })
+    }
+
+    /// The device.
+    pub fn device(&self) -> Device {
+        self.device
+    }
+
+    /// Bytes of scratch memory that it has on the device.
+    pub fn scratch_bytes(&self) -> usize {
+        self.scratch.as_ref().map_or(0, |scratch| scratch.size())
+    }
+
+    /// Makes room for `scratch_bytes` on the device. `false`: the device has none.
+    pub fn grow(&mut self, scratch_bytes: usize) -> bool {
+        if self.scratch_bytes() >= scratch_bytes {
+            return true;
+        }
+        self.layers.iter_mut().for_each(|layer| layer.jobs.clear());
+        self.scratch = None;
+        let Some(scratch) = Memory::allocate(self.kind, scratch_bytes) else { return false };
+        scratch.clear();
+        self.scratch = Some(Arc::new(scratch));
+        true
+    }
+
+    /// A layer's recipe over its pool; `tensors` gives the pool's tensor for each of the recipe's weights.
+    pub fn add_layer(&mut self, pool: &Arc<Pool>, ffn: &Arc<Ffn>, tensors: &[usize]) -> HotIndex {
+        let is_it = |layer: &HotLayer| Arc::ptr_eq(&layer.pool, pool) && Arc::ptr_eq(&layer.ffn, ffn);
+        if let Some(known) = self.layers.iter().position(is_it) {
+            return HotIndex(known);
+        }
+        let offsets = tensors.iter().map(|&tensor| pool.offset(tensor)).collect();
+        self.layers.push(HotLayer { pool: pool.clone(), ffn: ffn.clone(), offsets, jobs: Jobs::default() });
+        HotIndex(self.layers.len() - 1)
+    }
+
+    /// Computes some of the split's requests on the device, and `meanwhile` on this thread; returns when both are done.
+    ///
+    /// If the device refuses, `meanwhile` is not run and the status is returned. Nothing of the split is written before
+    /// [`HotLane::write_rows`].
+    pub fn compute_while<R>(
+        &mut self,
+        layer: HotIndex,
+        split: &Graph<'_>,
+        requests: &Requests,
+        meanwhile: impl FnOnce() -> R,
+    ) -> Result<Result<R, Status>> {
+        let form = requests.form();
+        let HotLayer { pool, ffn, offsets, jobs } = &mut self.layers[layer.0];
+        let scratch = self.scratch.as_ref().ok_or(Error::Ggml("scratch memory on the device"))?;
+        let make = || {
+            let rebuilt = Rebuilt::new(ffn, form, pool.slots().into(), self.kind.alignment())?;
+            rebuilt.finish_placed(scratch, pool.memory(), offsets)
+        };
+        let job = jobs.get(form, make)?;
+        let inputs = sized(&mut self.inputs, self.host, job.inputs_bytes)?;
+        let outputs = sized(&mut self.outputs, self.host, job.output_bytes)?;
+        let rows = ffn.input(split).ok_or(Error::Ggml("a split of this recipe"))?;
+        requests.write_inputs(inputs, job.input_offset, ffn, form, &rows)?;
+        let input = Transfer { tensor: job.inputs, len: job.inputs_bytes, block: &*inputs };
+        let output = Transfer { tensor: job.output, len: job.output_bytes, block: outputs };
+        self.backend.compute_while(&mut job.graph, input, output, meanwhile)
+    }
+
+    /// Writes the rows of the last [`HotLane::compute_while`] to where they belong in the split.
+    pub fn write_rows(&self, layer: HotIndex, split: &Graph<'_>, requests: &Requests) -> Result<()> {
+        let ffn = &self.layers[layer.0].ffn;
+        let outputs = self.outputs.as_ref().ok_or(Error::Ggml("rows that have been computed"))?;
+        let output = ffn.output(split).ok_or(Error::Ggml("a split of this recipe"))?;
+        requests.read_outputs(outputs, 0, ffn, &output)
+    }
+}
+
+/// The block, made larger if it is too small; page-locked where the device offers it and the system allows it.
+fn sized(block: &mut Option<HostBlock>, kind: BufferType, bytes: usize) -> Result<&mut HostBlock> {
+    if block.as_ref().is_none_or(|block| block.size() < bytes) {
+        let bytes = bytes.next_power_of_two();
+        let plain = BufferType::cpu().ok_or(Error::Ggml("a CPU buffer type"))?;
+        *block = Some(HostBlock::allocate(kind, bytes).or_else(|_| HostBlock::allocate(plain, bytes))?);
+    }
+    block.as_mut().ok_or(Error::Ggml("a block of host memory"))
+}

@@ -1,0 +1,114 @@
+//! A layer's pool: device memory with a slot for each resident expert, all of its tensors side by side.
+
+use crate::ggml::{Backend, BufferType, GraphBuilder, Memory, OwnGraph, TensorIndex, Upload};
+use crate::moe::WeightShape;
+use crate::{Error, Result};
+use std::sync::Arc;
+
+/// Device memory of one layer: for each expert tensor one of its own type with room for `slots` experts.
+pub struct Pool {
+    memory: Arc<Memory>,
+    slots: u16,
+    shapes: Vec<WeightShape>,
+    /// First byte of each tensor.
+    offsets: Vec<usize>,
+}
+
+/// What a tensor takes on a device besides its experts.
+pub fn padding(shape: &WeightShape, kind: BufferType) -> Result<usize> {
+    let mut builder = GraphBuilder::new(1)?;
+    let one = builder.leaf(shape.kind, shape.ne_for(1))?;
+    Ok(builder.alloc_size(one, kind).saturating_sub(builder.n_bytes(one)))
+}
+
+impl Pool {
+    /// Allocates and zeroes (padding must be finite). `None` if the device has no room.
+    pub fn allocate(kind: BufferType, shapes: &[WeightShape], slots: u16) -> Result<Option<Self>> {
+        let mut builder = GraphBuilder::new(shapes.len())?;
+        let (mut offsets, mut end) = (Vec::with_capacity(shapes.len()), 0usize);
+        for shape in shapes {
+            let tensor = builder.leaf(shape.kind, shape.ne_for(slots.into()))?;
+            offsets.push(end);
+            end += builder.alloc_size(tensor, kind).next_multiple_of(kind.alignment());
+        }
+        let Some(memory) = Memory::allocate(kind, end) else { return Ok(None) };
+        memory.clear();
+        Ok(Some(Self { memory: Arc::new(memory), slots, shapes: shapes.to_vec(), offsets }))
+    }
+
+    /// Its memory.
+    pub fn memory(&self) -> &Arc<Memory> {
+        &self.memory
+    }
+
+    /// Experts that it has room for.
+    pub fn slots(&self) -> u16 {
+        self.slots
+    }
+
+    /// First byte of tensor number `index`.
+    pub fn offset(&self, index: usize) -> usize {
+        self.offsets[index]
+    }
+}
+
+/// Handles to a pool's tensors, for the one thread that copies into it.
+pub struct PoolWriter {
+    tensors: OwnGraph,
+    index: Vec<TensorIndex>,
+    expert_bytes: Vec<usize>,
+}
+
+/// Bytes read back at each of a tensor's ends to see whether a copy has arrived.
+const PROBE_BYTES: usize = 64;
+
+impl PoolWriter {
+    /// Handles to `pool`, which they keep alive.
+    pub fn new(pool: &Pool) -> Result<Self> {
+        let mut builder = GraphBuilder::new(pool.shapes.len())?;
+        let mut index = Vec::with_capacity(pool.shapes.len());
+        for (shape, &offset) in pool.shapes.iter().zip(&pool.offsets) {
+            let tensor = builder.leaf(shape.kind, shape.ne_for(pool.slots.into()))?;
+            builder.place(tensor, &pool.memory, offset)?;
+            index.push(tensor);
+        }
+        let expert_bytes = pool.shapes.iter().map(|shape| shape.expert_bytes).collect();
+        Ok(Self { tensors: builder.finish(Vec::new())?, index, expert_bytes })
+    }
+
+    /// Bytes of one expert in all of its tensors.
+    pub fn expert_bytes(&self) -> usize {
+        self.expert_bytes.iter().sum()
+    }
+
+    /// Copies an expert into a slot and waits; `bytes` are those of its tensors one after the other.
+    ///
+    /// Reads back both ends of each tensor: ggml's copies cannot report that they failed. `false` if they differ.
+    pub fn fill(&self, backend: &mut Backend, slot: u16, bytes: &[u8]) -> Result<bool> {
+        if bytes.len() != self.expert_bytes() {
+            return Err(Error::Ggml("the bytes of one expert"));
+        }
+        let mut rest = bytes;
+        let mut uploads = Vec::with_capacity(self.index.len());
+        for (&tensor, &len) in self.index.iter().zip(&self.expert_bytes) {
+            let (bytes, after) = rest.split_at(len);
+            uploads.push(Upload { tensor, offset: usize::from(slot) * len, bytes });
+            rest = after;
+        }
+        backend.upload(&self.tensors, &uploads)?;
+        uploads.iter().try_fold(true, |same, upload| Ok(same && self.has_arrived(backend, upload)?))
+    }
+
+    fn has_arrived(&self, backend: &mut Backend, upload: &Upload<'_>) -> Result<bool> {
+        let mut found = [0; PROBE_BYTES];
+        let len = PROBE_BYTES.min(upload.bytes.len());
+        let last = upload.bytes.len() - len;
+        for start in [0, last] {
+            backend.download(&self.tensors, upload.tensor, upload.offset + start, &mut found[..len])?;
+            if found[..len] != upload.bytes[start..start + len] {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+}

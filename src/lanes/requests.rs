@@ -1,0 +1,148 @@
+//! Lists of requests, and how their rows are laid out for a graph.
+
+use crate::ggml::{HostBlock, Tensor};
+use crate::moe::Ffn;
+use crate::{Error, Result};
+
+/// Requests for one lane: which rows of the split, and which expert (cold) or slot (hot) for each.
+#[derive(Default)]
+pub struct Requests {
+    /// `(index within the token's top-k, token)`.
+    rows: Vec<(usize, usize)>,
+    /// The expert or slot of each row.
+    ids: Vec<i32>,
+}
+
+impl Requests {
+    /// Room for `n` requests: adding up to `n` allocates nothing.
+    pub fn with_capacity(n: usize) -> Self {
+        Self { rows: Vec::with_capacity(n), ids: Vec::with_capacity(n) }
+    }
+
+    /// Makes room for `n` requests and forgets all.
+    pub fn reset(&mut self, n: usize) {
+        self.rows.clear();
+        self.ids.clear();
+        self.rows.reserve(n);
+        self.ids.reserve(n);
+    }
+
+    /// Adds the request of `token` that stands at place `used` of its top-k.
+    pub fn push(&mut self, used: usize, token: usize, id: i32) {
+        self.rows.push((used, token));
+        self.ids.push(id);
+    }
+
+    /// How many there are.
+    pub fn len(&self) -> usize {
+        self.rows.len()
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.rows.is_empty()
+    }
+
+    /// The layout for these requests. Those of a single token stand side by side only if their experts are distinct:
+    /// device kernels rely on that.
+    pub fn form(&self) -> Form {
+        let is_one_token = self.rows.iter().all(|&(_, token)| token == self.rows[0].1);
+        let is_distinct = || self.ids.iter().enumerate().all(|(n, id)| !self.ids[..n].contains(id));
+        if is_one_token && is_distinct() { Form::OneToken(self.len()) } else { Form::PerRow(self.len()) }
+    }
+
+    /// Writes ids at byte 0 and the rows that go in at `input_offset`.
+    pub(super) fn write_inputs(
+        &self,
+        block: &mut HostBlock,
+        input_offset: usize,
+        ffn: &Ffn,
+        form: Form,
+        input: &Tensor<'_>,
+    ) -> Result<()> {
+        block.write_ids(0, &self.ids)?;
+        let row_bytes = row_bytes(ffn.n_in);
+        for (row, &(used, token)) in self.rows.iter().take(form.input_rows(ffn)).enumerate() {
+            let used = if ffn.shared_input { 0 } else { used };
+            block.write_row(input_offset + row * row_bytes, input, used, token)?;
+        }
+        Ok(())
+    }
+
+    /// Copies the rows that came out, from `output_offset`, to where they belong in `output`.
+    pub(super) fn read_outputs(
+        &self,
+        block: &HostBlock,
+        output_offset: usize,
+        ffn: &Ffn,
+        output: &Tensor<'_>,
+    ) -> Result<()> {
+        let row_bytes = row_bytes(ffn.n_out);
+        for (row, &(used, token)) in self.rows.iter().enumerate() {
+            block.read_row(output_offset + row * row_bytes, output, used, token)?;
+        }
+        Ok(())
+    }
+}
+
+/// Bytes of a row of `ne0` f32 elements.
+pub(super) fn row_bytes(ne0: i64) -> usize {
+    ne0 as usize * size_of::<f32>()
+}
+
+/// How the rows of `n` requests are laid out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Form {
+    /// `[n_embd, n, 1]`: distinct experts of one token.
+    OneToken(usize),
+    /// `[n_embd, 1, n]`: each row stands for a token with one expert.
+    PerRow(usize),
+}
+
+impl Form {
+    /// Requests.
+    pub fn rows(self) -> usize {
+        match self {
+            Form::OneToken(n) | Form::PerRow(n) => n,
+        }
+    }
+
+    /// The second and third dimension of results.
+    pub fn dims(self) -> Result<[i64; 2]> {
+        let n = i64::try_from(self.rows()).map_err(|_| Error::Ggml("a graph of so many rows"))?;
+        Ok(match self {
+            Form::OneToken(_) => [n, 1],
+            Form::PerRow(_) => [1, n],
+        })
+    }
+
+    /// Rows that go in: experts of one token can share one.
+    pub fn input_rows(self, ffn: &Ffn) -> usize {
+        match self {
+            Form::OneToken(_) if ffn.shared_input => 1,
+            _ => self.rows(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn requests(list: &[(usize, i32)]) -> Requests {
+        let mut requests = Requests::with_capacity(list.len());
+        list.iter().enumerate().for_each(|(used, &(token, id))| requests.push(used, token, id));
+        requests
+    }
+
+    #[test]
+    fn distinct_experts_of_one_token_stand_side_by_side() {
+        assert_eq!(requests(&[(3, 1), (3, 7), (3, 2)]).form(), Form::OneToken(3));
+    }
+
+    #[test]
+    fn several_tokens_or_a_repeated_expert_make_each_row_a_token_of_its_own() {
+        assert_eq!(requests(&[(0, 1), (1, 2)]).form(), Form::PerRow(2));
+        assert_eq!(requests(&[(0, 1), (0, 1)]).form(), Form::PerRow(2));
+    }
+}
