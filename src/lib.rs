@@ -3,6 +3,7 @@
 //! llama.cpp loads this library through `GGML_BACKEND_PATH`. Its buffer type holds the expert tensors, so
 //! llama.cpp's scheduler hands us each layer's expert FFN as one small graph. See `CONTRIBUTING.md` for a map.
 
+pub mod cache;
 pub mod cli;
 pub mod config;
 pub mod engine;
