@@ -1,8 +1,11 @@
 //! Our own flags, which stand among the program's arguments.
 
-use crate::config::PERF_OUT;
+use crate::config::{
+    self, Budget, HOT_CACHE, HOT_CACHE_AUTO_RESERVE_MIB, HOT_CACHE_DEVICE, HOT_CACHE_MAX_MIB, PERF_OUT, Reserve,
+};
 use crate::routing::{Profile, folder_of};
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context, Result, anyhow, bail};
+use clap::builder::NonEmptyStringValueParser;
 use clap::{CommandFactory, Parser};
 use std::env;
 use std::ffi::{OsStr, OsString};
@@ -18,23 +21,84 @@ pub struct MoeFlags {
     /// Record which experts are used and write the profile to FILE.
     #[arg(long = "moe-layer-perf-out", value_name = "FILE")]
     pub perf_out: Option<PathBuf>,
+    /// Keep the experts that this profile counts most on a GPU.
+    #[arg(long = "moe-hot-cache", value_name = "FILE")]
+    pub hot_cache: Option<PathBuf>,
+    /// GPU memory for experts in MiB; 0: none, -1: what is free (default: -1)
+    #[arg(long = "moe-hot-cache-max-mib", value_name = "N", allow_negative_numbers = true)]
+    pub max_mib: Option<Budget>,
+    /// MiB of GPU memory that an automatic size leaves free (default: 1024)
+    #[arg(long = "moe-hot-cache-auto-reserve-mib", value_name = "N", allow_negative_numbers = true)]
+    pub auto_reserve_mib: Option<Reserve>,
+    /// The GPU to keep experts on, as --list-devices names it (default: chosen by moe-hot)
+    #[arg(long = "moe-hot-cache-device", value_name = "NAME", value_parser = NonEmptyStringValueParser::new())]
+    pub device: Option<String>,
 }
 
 impl MoeFlags {
     /// Whether the plugin will take experts.
     pub fn take_experts(&self) -> bool {
-        self.perf_out.is_some()
+        self.perf_out.is_some() || self.cache()
+    }
+
+    /// Whether the plugin will keep experts on a device.
+    pub fn cache(&self) -> bool {
+        self.hot_cache.is_some() && self.max_mib != Some(Budget::Off)
     }
 
     /// Adds what the environment says, checks what can be known before the program starts, and makes paths absolute.
     pub fn validate(&mut self) -> Result<()> {
-        let from_environment = || env::var_os(PERF_OUT).filter(|path| !path.is_empty()).map(PathBuf::from);
-        self.perf_out = self.perf_out.take().or_else(from_environment);
+        let options = self.cache_options();
+        self.add_environment()?;
+        if let (None, Some(flag)) = (&self.hot_cache, options) {
+            bail!("{flag} does nothing without a profile; expected --moe-hot-cache FILE too");
+        }
         if let Some(path) = &mut self.perf_out {
             *path = check_output(path).context("--moe-layer-perf-out")?;
         }
+        if let Some(path) = &mut self.hot_cache {
+            *path = check_input(path).context("--moe-hot-cache")?;
+        }
         Ok(())
     }
+
+    /// The environment that tells the plugin all this.
+    pub fn environment(&self) -> Vec<(&'static str, OsString)> {
+        let path = |path: &Option<PathBuf>| path.clone().map(PathBuf::into_os_string);
+        let all = [
+            (PERF_OUT, path(&self.perf_out)),
+            (HOT_CACHE, path(&self.hot_cache)),
+            (HOT_CACHE_MAX_MIB, self.max_mib.map(|budget| budget.to_string().into())),
+            (HOT_CACHE_AUTO_RESERVE_MIB, self.auto_reserve_mib.map(|reserve| reserve.0.to_string().into())),
+            (HOT_CACHE_DEVICE, self.device.clone().map(OsString::from)),
+        ];
+        all.into_iter().filter_map(|(name, value)| Some((name, value?))).collect()
+    }
+
+    /// A flag on the command line that only steers a cache.
+    fn cache_options(&self) -> Option<&'static str> {
+        let given = [
+            (self.max_mib.is_some(), "--moe-hot-cache-max-mib"),
+            (self.auto_reserve_mib.is_some(), "--moe-hot-cache-auto-reserve-mib"),
+            (self.device.is_some(), "--moe-hot-cache-device"),
+        ];
+        given.into_iter().find_map(|(is_given, flag)| is_given.then_some(flag))
+    }
+
+    fn add_environment(&mut self) -> Result<()> {
+        fill(&mut self.perf_out, PERF_OUT, |_, path| Ok(path.into()))?;
+        fill(&mut self.hot_cache, HOT_CACHE, |_, path| Ok(path.into()))?;
+        fill(&mut self.max_mib, HOT_CACHE_MAX_MIB, config::parse)?;
+        fill(&mut self.auto_reserve_mib, HOT_CACHE_AUTO_RESERVE_MIB, config::parse)?;
+        fill(&mut self.device, HOT_CACHE_DEVICE, config::parse)
+    }
+}
+
+/// Takes from the environment what was not given as a flag.
+fn fill<T>(flag: &mut Option<T>, name: &str, read: impl Fn(&str, &OsStr) -> Result<T, String>) -> Result<()> {
+    let Some(value) = env::var_os(name).filter(|value| !value.is_empty() && flag.is_none()) else { return Ok(()) };
+    *flag = Some(read(name, &value).map_err(|complaint| anyhow!(complaint))?);
+    Ok(())
 }
 
 /// Parts a command line into our flags and the program's arguments, in their order.
@@ -46,7 +110,7 @@ pub fn take(args: Vec<OsString>) -> Result<(MoeFlags, Vec<OsString>)> {
             theirs.push(arg);
             continue;
         }
-        let value = if takes_value(&arg) { args.next_if(|next| !starts_with(next, "-")) } else { None };
+        let value = flag_with_value(&arg).and_then(|flag| args.next_if(|next| is_value(&flag, next)));
         ours.push(arg);
         ours.extend(value);
     }
@@ -73,10 +137,16 @@ fn usage(arg: &clap::Arg) -> String {
     format!("--{}{}", arg.get_long().unwrap_or_default(), value.unwrap_or_default())
 }
 
-/// Whether `arg` is one of our flags, written without `=`, that wants a value.
-fn takes_value(arg: &OsStr) -> bool {
+/// Which of our flags `arg` is, if it is written without `=` and wants a value.
+fn flag_with_value(arg: &OsStr) -> Option<clap::Arg> {
     let is_it = |known: &clap::Arg| known.get_long().is_some_and(|long| arg == OsStr::new(&format!("--{long}")));
-    MoeFlags::command().get_arguments().any(|known| is_it(known) && known.get_action().takes_values())
+    MoeFlags::command().get_arguments().find(|known| is_it(known) && known.get_action().takes_values()).cloned()
+}
+
+/// Whether what follows a flag is its value; `-1` can be, `-m` never is.
+fn is_value(flag: &clap::Arg, next: &OsStr) -> bool {
+    let is_negative = next.as_encoded_bytes().get(1).is_some_and(u8::is_ascii_digit);
+    !starts_with(next, "-") || (is_negative && flag.is_allow_negative_numbers_set())
 }
 
 fn starts_with(arg: &OsStr, prefix: &str) -> bool {
@@ -96,6 +166,13 @@ fn check_output(path: &Path) -> Result<PathBuf> {
     tempfile::tempfile_in(&folder).with_context(|| {
         format!("{}: expected an existing folder that can be written to: {}", path.display(), folder.display())
     })?;
+    Ok(path)
+}
+
+/// A profile to read: absolute.
+fn check_input(path: &Path) -> Result<PathBuf> {
+    let path = std::path::absolute(path).with_context(|| format!("{path:?}: expected a file name"))?;
+    Profile::read(&path)?;
     Ok(path)
 }
 
@@ -126,12 +203,45 @@ mod tests {
     }
 
     #[test]
+    fn a_negative_number_is_a_value_where_numbers_are_expected() {
+        for args in [&["--moe-hot-cache-max-mib", "-1", "-m", "x"][..], &["--moe-hot-cache-max-mib=-1", "-m", "x"]] {
+            let (flags, rest) = split(args).unwrap();
+            assert_eq!(flags.max_mib, Some(Budget::Automatic));
+            assert_eq!(rest, ["-m", "x"]);
+        }
+        assert!(split(&["--moe-hot-cache", "-1"]).is_err(), "a file may be called that, but is more likely forgotten");
+    }
+
+    #[test]
+    fn a_cache_takes_experts_unless_it_is_off() {
+        let takes = |args: &[&str]| split(args).unwrap().0.take_experts();
+        assert!(takes(&["--moe-hot-cache", "e.json"]));
+        assert!(!takes(&["--moe-hot-cache", "e.json", "--moe-hot-cache-max-mib", "0"]));
+        assert!(takes(&["--moe-hot-cache=e.json", "--moe-hot-cache-max-mib=0", "--moe-layer-perf-out=e.json"]));
+    }
+
+    #[test]
+    fn every_flag_becomes_its_environment_variable() {
+        let args = "--moe-hot-cache /e --moe-hot-cache-max-mib 7 --moe-hot-cache-auto-reserve-mib 8 \
+                    --moe-hot-cache-device CUDA0 --moe-layer-perf-out /o";
+        let (flags, _) = split(&args.split_whitespace().collect::<Vec<_>>()).unwrap();
+        let values: Vec<_> = flags.environment().into_iter().map(|(_, value)| value).collect();
+        assert_eq!(values, ["/o", "/e", "7", "8", "CUDA0"]);
+        assert_eq!(MoeFlags::default().environment(), []);
+    }
+
+    #[test]
     fn bad_flags_are_named_with_what_was_expected() {
         for (args, said) in [
             (&["--moe-nonsense"][..], "--moe-nonsense"),
             (&["--moe-layer-perf-out"], "value is required"),
             (&["--moe-layer-perf-out", "-m", "x"], "value is required"),
             (&["--moe-layer-perf-out="], "value is required"),
+            (&["--moe-hot-cache-max-mib", "-2"], "'-2' for '--moe-hot-cache-max-mib <N>': expected a whole number"),
+            (&["--moe-hot-cache-max-mib", "99999999999999999999"], "expected a whole number"),
+            (&["--moe-hot-cache-auto-reserve-mib=-1"], "from 0"),
+            (&["--moe-hot-cache-device="], "value is required"),
+            (&["--moe-hot-cache", "-1"], "value is required"),
         ] {
             let message = split(args).unwrap_err().to_string();
             assert!(message.contains(said) && message.contains("--moe-layer-perf-out FILE"), "{args:?}: {message}");

@@ -2,7 +2,7 @@
 
 use super::program::{Program, places_experts};
 use super::{Failure, flags};
-use crate::config::{NO_HOST, PERF_OUT};
+use crate::config::NO_HOST;
 use anyhow::{Context, Result, anyhow, ensure};
 use std::env;
 use std::ffi::OsString;
@@ -60,10 +60,7 @@ fn prepare(command: Vec<OsString>, own_folder: &Path, plugin: &Path) -> Result<C
     if args.iter().any(|arg| arg == "--no-host") {
         run.env(NO_HOST, "1");
     }
-    run.args(args).env(BACKEND_PATH, plugin);
-    if let Some(path) = &flags.perf_out {
-        run.env(PERF_OUT, path);
-    }
+    run.args(args).env(BACKEND_PATH, plugin).envs(flags.environment());
     Ok(run)
 }
 
