@@ -5,6 +5,9 @@ use crate::{Error, Result};
 use std::borrow::Cow;
 use std::ptr::NonNull;
 
+/// The name that the plugin's device has.
+pub const OUR_NAME: &str = "MoEHot";
+
 /// A registered device; lives as long as the process.
 #[derive(Clone, Copy)]
 pub struct Device(NonNull<sys::ggml_backend_device>);
@@ -33,7 +36,8 @@ impl Device {
         Self::of_type(sys::GGML_BACKEND_DEVICE_TYPE_IGPU)
     }
 
-    fn all() -> impl Iterator<Item = Self> {
+    /// All devices that are registered.
+    pub fn all() -> impl Iterator<Item = Self> {
         // SAFETY: takes no arguments.
         let count = unsafe { sys::ggml_backend_dev_count() };
         // SAFETY: the index is below the count; devices are not taken away while programs run.
@@ -69,6 +73,16 @@ impl Device {
 
     fn is_local_gpu(&self) -> bool {
         self.kind() == sys::GGML_BACKEND_DEVICE_TYPE_GPU && !self.is_remote()
+    }
+
+    /// Whether its memory report tells of its own memory alone, not of the host's.
+    pub fn has_memory_of_its_own(&self) -> bool {
+        self.is_local_gpu()
+    }
+
+    /// Whether it is the plugin's own device.
+    pub fn is_ours(&self) -> bool {
+        self.kind() == sys::GGML_BACKEND_DEVICE_TYPE_ACCEL && self.name() == OUR_NAME
     }
 
     /// The memory that its tensors lie in.

@@ -1,0 +1,266 @@
+//! Filling a model's cache: plan, allocate, copy. Runs in a thread of its own while decoding goes on.
+
+use super::copier::{Copied, Copier};
+use super::device::HotDevice;
+use super::layer::{Layer, LayerCache, Part, Sight};
+use super::model::Model;
+use crate::cache::{self, Bytes, Expert, LayerDemand, Plan, SlotRule, TensorBytes};
+use crate::config::Config;
+use crate::ggml::{BufferType, Level, log};
+use crate::lanes::{Pool, PoolWriter, padding, try_out};
+use crate::moe::Shape;
+use crate::routing::Demand;
+use crate::{Error, Result};
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+
+/// Everything that filling one model's cache needs.
+pub struct Fill {
+    /// Whose cache.
+    pub model: Arc<Model>,
+    /// Where.
+    pub device: Arc<HotDevice>,
+    /// What the user asked for.
+    pub config: Config,
+    /// Contexts that compute with the model: each needs scratch memory on the device.
+    pub n_contexts: usize,
+    /// Set when the model or the program ends.
+    pub stop: Arc<AtomicBool>,
+}
+
+/// Why there is nothing to fill, in words for users.
+type Reason = String;
+
+/// A layer that can be cached.
+struct Candidate {
+    layer: Arc<Layer>,
+    number: u16,
+    n_expert: u16,
+    parts: Vec<Part>,
+    demand: LayerDemand,
+}
+
+/// What was allocated for a layer.
+struct Filled {
+    cache: Arc<LayerCache>,
+    writer: Arc<PoolWriter>,
+}
+
+impl Fill {
+    /// Does it all; whatever goes wrong costs the cache, no more.
+    pub fn run(self) {
+        if let Err(reason) = self.fill() {
+            log(Level::Warn, &format!("no hot cache: {reason}; experts run on the CPU"));
+        }
+    }
+
+    fn fill(&self) -> Result<(), Reason> {
+        let Some(path) = &self.config.hot_cache else { return Ok(()) };
+        let demand = Demand::read(path).map_err(|error| error.to_string())?;
+        self.check_model(&demand)?;
+        let (candidates, scratch) = self.candidates(&demand)?;
+        let n_contexts = u64::try_from(self.n_contexts.max(1)).unwrap_or(u64::MAX);
+        let scratch = scratch.saturating_mul(n_contexts);
+        let (plan, filled) = self.allocate(&candidates, scratch)?;
+        self.announce(&candidates, &plan, scratch);
+        for (candidate, filled) in candidates.iter().zip(&filled) {
+            candidate.layer.set_cache(filled.as_ref().map(|filled| filled.cache.clone()));
+        }
+        self.copy(&plan, &filled)
+    }
+
+    /// The launcher has compared profile and model where it could; here is what is really loaded.
+    fn check_model(&self, demand: &Demand) -> Result<(), Reason> {
+        let ours = self.model.id();
+        match &demand.model {
+            Some(theirs) if !theirs.is_same_model(&ours) => Err("the profile was recorded from another model".into()),
+            _ => Ok(()),
+        }
+    }
+
+    /// The layers that can be cached, and the scratch memory that one context needs. Says which cannot, and why.
+    fn candidates(&self, demand: &Demand) -> Result<(Vec<Candidate>, Bytes), Reason> {
+        let mut refused: BTreeMap<String, BTreeSet<u32>> = BTreeMap::new();
+        let (mut candidates, mut scratch) = (Vec::new(), 0);
+        for layer in self.model.layers() {
+            match self.candidate(&layer, demand) {
+                Ok((candidate, bytes)) => {
+                    scratch = scratch.max(bytes);
+                    candidates.push(candidate);
+                }
+                Err(reason) => {
+                    refused.entry(reason).or_default().insert(layer.counts.layer());
+                }
+            }
+        }
+        for (reason, layers) in &refused {
+            let layers: Vec<_> = layers.iter().map(u32::to_string).collect();
+            log(Level::Warn, &format!("not cached, on the CPU as before: layers {}: {reason}", layers.join(", ")));
+        }
+        candidates.sort_by_key(|candidate| candidate.number);
+        if candidates.is_empty() { Err("no layer of this model can be cached".into()) } else { Ok((candidates, Bytes(scratch as u64))) }
+    }
+
+    fn candidate(&self, layer: &Arc<Layer>, demand: &Demand) -> Result<(Candidate, usize), Reason> {
+        let Sight { shape, parts, ffns, reason } = layer.sight();
+        if let Shape::Partial(reason) = shape {
+            return Err(reason.into());
+        }
+        if ffns.is_empty() {
+            return Err(reason.unwrap_or("its block was not seen whole").into());
+        }
+        let device = self.device.device();
+        let mut scratch = 0;
+        for ffn in &ffns {
+            let trial = try_out(device, ffn, self.config.max_hot_rows(ffn.n_used)).map_err(|error| error.to_string())?;
+            if let Some(op) = trial.unsupported {
+                return Err(format!("{} cannot compute {op}", device.name()));
+            }
+            scratch = scratch.max(trial.scratch_bytes);
+        }
+        let number = layer.counts.layer();
+        let too_many = |_| format!("more than {} layers or experts", u16::MAX);
+        let n_expert = u16::try_from(layer.counts.n_expert()).map_err(too_many)?;
+        let counts = demand.counts(number, n_expert).map_err(|error| error.to_string())?;
+        let demand = LayerDemand {
+            layer: cache::Layer(u16::try_from(number).map_err(too_many)?),
+            n_expert,
+            n_used: u16::try_from(layer.n_used).map_err(too_many)?,
+            tensors: self.tensor_bytes(&parts).map_err(|error| error.to_string())?,
+            alignment: Bytes(self.kind().map_err(|error| error.to_string())?.alignment() as u64),
+            counts,
+        };
+        Ok((Candidate { layer: layer.clone(), number: demand.layer.0, n_expert, parts, demand }, scratch))
+    }
+
+    fn kind(&self) -> Result<BufferType> {
+        self.device.device().buffer_type().ok_or(Error::Ggml("a buffer type of the device"))
+    }
+
+    fn tensor_bytes(&self, parts: &[Part]) -> Result<Vec<TensorBytes>> {
+        let kind = self.kind()?;
+        let bytes = |part: &Part| {
+            Ok(TensorBytes {
+                per_expert: Bytes(part.shape.expert_bytes as u64),
+                padding: Bytes(padding(&part.shape, kind)? as u64),
+            })
+        };
+        parts.iter().map(bytes).collect()
+    }
+
+    /// Plans and allocates; where the device gives less than planned, again with half of the budget.
+    fn allocate(&self, candidates: &[Candidate], scratch: Bytes) -> Result<(Plan, Vec<Option<Filled>>), Reason> {
+        let name = self.device.device().name();
+        let rule = self.config.test_slots.map_or(SlotRule::AtLeastAThird, |slots| {
+            SlotRule::Exactly(u16::try_from(slots).unwrap_or(u16::MAX))
+        });
+        let demands: Vec<_> = candidates.iter().map(|candidate| candidate.demand.clone()).collect();
+        let mut budget = self.device.available().saturating_sub(scratch);
+        let mut failed = String::new();
+        loop {
+            let plan = Plan::new(&demands, budget, rule).map_err(|refusal| format!("{failed}{refusal} on {name}"))?;
+            if plan.slots_per_layer == 0 && self.config.test_slots != Some(0) {
+                return Err(format!("{failed}{budget} hold no expert of every layer on {name}"));
+            }
+            if let Some(filled) = self.try_allocate(candidates, &plan).map_err(|error| error.to_string())? {
+                return Ok((plan, filled));
+            }
+            failed = format!("{name} had no room for {}; then: ", plan.bytes);
+            budget = Bytes(plan.bytes.0.min(budget.0) / 2);
+        }
+    }
+
+    /// All layers' pools, or nothing.
+    fn try_allocate(&self, candidates: &[Candidate], plan: &Plan) -> Result<Option<Vec<Option<Filled>>>> {
+        let kind = self.kind()?;
+        let mut filled = Vec::with_capacity(candidates.len());
+        for (candidate, layer) in candidates.iter().zip(&plan.layers) {
+            if layer.slots == 0 {
+                filled.push(None);
+                continue;
+            }
+            let shapes: Vec<_> = candidate.parts.iter().map(|part| part.shape).collect();
+            let mut error = None;
+            let made = self.device.allocate(layer.bytes, || {
+                Pool::allocate(kind, &shapes, layer.slots).unwrap_or_else(|e| {
+                    error = Some(e);
+                    None
+                })
+            });
+            if let Some(error) = error {
+                return Err(error);
+            }
+            let Some((pool, claim)) = made else { return Ok(None) };
+            let writer = Arc::new(PoolWriter::new(&pool)?);
+            let parts = candidate.parts.clone();
+            let cache = Arc::new(LayerCache::new(pool, claim, candidate.n_expert, self.device.clone(), parts));
+            filled.push(Some(Filled { cache, writer }));
+        }
+        Ok(Some(filled))
+    }
+
+    fn announce(&self, candidates: &[Candidate], plan: &Plan, scratch: Bytes) {
+        let name = self.device.device().name();
+        let (bytes, slots) = (plan.bytes.saturating_add(scratch), plan.slots_per_layer);
+        let n_expert = candidates.iter().map(|candidate| candidate.n_expert).max().unwrap_or(0);
+        let expected = match plan.expected_hit_rate {
+            Some(rate) => format!("the profile expects {:.1} % hits", 100.0 * rate),
+            None => "the profile has no counts for these layers".into(),
+        };
+        let layers = candidates.len();
+        log(
+            Level::Warn,
+            &format!(
+                "hot cache on {name}: {} MiB, {slots} slots per layer ({n_expert} experts) in {layers} layers; {expected}",
+                bytes.mib_up()
+            ),
+        );
+    }
+
+    /// Copies the planned experts, hottest first. Each serves from the moment it is complete.
+    fn copy(&self, plan: &Plan, filled: &[Option<Filled>]) -> Result<(), Reason> {
+        if plan.fills.is_empty() {
+            return Ok(());
+        }
+        let device = self.device.device();
+        let (copier, _claim) = self.device.measure(|| Copier::new(device));
+        let mut copier = match copier {
+            Ok(copier) => copier,
+            Err(error) => {
+                self.device.turn_off(&format!("nothing can be copied ({error})"));
+                return Ok(());
+            }
+        };
+        for &(index, expert) in &plan.fills {
+            let Some(Filled { cache, writer }) = &filled[index] else { continue };
+            if self.stop.load(Relaxed) || self.device.is_off() {
+                return Ok(());
+            }
+            self.copy_one(&mut copier, cache, writer, expert);
+        }
+        Ok(())
+    }
+
+    fn copy_one(&self, copier: &mut Copier, cache: &LayerCache, writer: &Arc<PoolWriter>, expert: Expert) {
+        let Some(slot) = cache.slots().start_fill(expert) else { return };
+        let copied = copier.copy(writer, slot, |staging| cache.read_expert(expert, staging));
+        match copied {
+            Copied::Whole => {
+                cache.slots().publish(slot);
+                self.model.add_copied(writer.expert_bytes() as u64);
+            }
+            Copied::Failed => {
+                cache.slots().abandon(slot);
+                // With the model's memory gone the copy was given up, not refused by the device.
+                if !self.stop.load(Relaxed) && cache.read_expert(expert, &mut Vec::new()).is_some() {
+                    self.device.turn_off("a copy to it failed");
+                }
+            }
+            Copied::Lost => {
+                cache.slots().retire(slot);
+                self.device.turn_off("a copy to it did not end");
+            }
+        }
+    }
+}

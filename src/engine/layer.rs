@@ -1,0 +1,178 @@
+//! One MoE layer of a model: its counts, the tensors that make up its experts, and its cache.
+
+use super::device::{Claim, HotDevice};
+use crate::cache::{Expert, Slots};
+use crate::ggml::{Graph, SharedWeights, Tensor};
+use crate::lanes::Pool;
+use crate::moe::{Ffn, Shape, WeightShape};
+use crate::routing::LayerCounts;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// Which tensor of which live buffer.
+pub type WeightKey = (usize, usize);
+
+/// The key of an expert tensor; `None` without a buffer.
+pub fn weight_key(weights: &Tensor<'_>) -> Option<WeightKey> {
+    Some((weights.buffer()?.address(), weights.address()))
+}
+
+/// One MoE layer of a model.
+pub struct Layer {
+    /// Requests per expert.
+    pub counts: LayerCounts,
+    /// Experts per token.
+    pub n_used: u32,
+    /// The weights whose MUL_MAT_ID stands for the layer: the first of them that was seen.
+    representative: String,
+    seen: Mutex<Sight>,
+    cache: Mutex<Option<Arc<LayerCache>>>,
+}
+
+/// What has been seen of a layer.
+#[derive(Clone)]
+pub struct Sight {
+    /// The most complete one.
+    pub shape: Shape,
+    /// Every expert tensor of its recipes.
+    pub parts: Vec<Part>,
+    /// Its recipes: one, as a rule; another with LoRA.
+    pub ffns: Vec<Arc<Ffn>>,
+    /// Why the last block that could not be cached could not.
+    pub reason: Option<&'static str>,
+}
+
+/// One expert tensor of a layer.
+#[derive(Clone)]
+pub struct Part {
+    key: WeightKey,
+    /// As the recipe sees it.
+    pub shape: WeightShape,
+    /// All experts' bytes.
+    pub weights: SharedWeights,
+}
+
+/// A layer's pool and what each slot holds.
+pub struct LayerCache {
+    /// Device memory.
+    pub pool: Arc<Pool>,
+    /// Locked for as long as it takes to look up a batch's experts or to change one slot.
+    slots: Mutex<Slots>,
+    /// The device it is on.
+    pub device: Arc<HotDevice>,
+    /// The pool's tensors, in its order.
+    parts: Vec<Part>,
+    _claim: Claim,
+}
+
+impl Layer {
+    /// A layer of which nothing was computed yet.
+    pub fn new(number: u32, weights: Tensor<'_>, n_used: u32) -> Self {
+        let n_expert = u32::try_from(weights.ne(2)).unwrap_or(u32::MAX);
+        let seen =
+            Sight { shape: Shape::Partial("not seen"), parts: Vec::new(), ffns: Vec::new(), reason: None };
+        Self {
+            counts: LayerCounts::new(number, n_expert),
+            n_used,
+            representative: weights.name().into_owned(),
+            seen: Mutex::new(seen),
+            cache: Mutex::default(),
+        }
+    }
+
+    /// Whether a block with these weights is the one to count. A layer that comes in parts is counted once.
+    pub fn is_counted_by(&self, weights: Tensor<'_>) -> bool {
+        weights.name() == self.representative
+    }
+
+    /// Notes how complete the layer's block was; the most complete sight counts.
+    pub fn saw(&self, shape: Shape) {
+        let mut seen = self.seen();
+        if matches!(seen.shape, Shape::Partial(_)) {
+            seen.shape = shape;
+        }
+    }
+
+    /// Notes the recipe of the layer's block and where its experts lie.
+    pub fn saw_recipe(&self, split: &Graph<'_>, ffn: &Arc<Ffn>) {
+        let mut seen = self.seen();
+        for (index, &shape) in ffn.weights.iter().enumerate() {
+            let Some(tensor) = ffn.weight(split, index) else { return };
+            let Some(key) = weight_key(&tensor) else { return };
+            if seen.parts.iter().any(|part| part.key == key) {
+                continue;
+            }
+            let Some(weights) = SharedWeights::of(&tensor) else {
+                seen.reason = Some("experts that are not in a buffer of ours");
+                return;
+            };
+            seen.parts.push(Part { key, shape, weights });
+        }
+        if !seen.ffns.iter().any(|known| Arc::ptr_eq(known, ffn)) {
+            seen.ffns.push(ffn.clone());
+        }
+    }
+
+    /// Notes why a block of the layer cannot be cached.
+    pub fn saw_refusal(&self, reason: &'static str) {
+        self.seen().reason = Some(reason);
+    }
+
+    /// A copy of all that has been seen.
+    pub fn sight(&self) -> Sight {
+        self.seen().clone()
+    }
+
+    /// Its cache, if there is one.
+    pub fn cache(&self) -> Option<Arc<LayerCache>> {
+        self.cache.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Gives it a cache, or takes it away.
+    pub fn set_cache(&self, cache: Option<Arc<LayerCache>>) {
+        *self.cache.lock().unwrap_or_else(PoisonError::into_inner) = cache;
+    }
+
+    /// Forgets all that lies in a buffer that is about to go. What was copied from it must not serve its successor.
+    pub fn forget_buffer(&self, buffer: usize) {
+        self.seen().parts.retain(|part| part.key.0 != buffer);
+        if self.cache().is_some_and(|cache| cache.parts.iter().any(|part| part.key.0 == buffer)) {
+            self.set_cache(None);
+        }
+    }
+
+    fn seen(&self) -> MutexGuard<'_, Sight> {
+        self.seen.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl LayerCache {
+    /// All slots free.
+    pub fn new(pool: Pool, claim: Claim, n_expert: u16, device: Arc<HotDevice>, parts: Vec<Part>) -> Self {
+        let slots = Mutex::new(Slots::new(n_expert, pool.slots()));
+        Self { pool: Arc::new(pool), slots, device, parts, _claim: claim }
+    }
+
+    /// What each slot holds.
+    pub fn slots(&self) -> MutexGuard<'_, Slots> {
+        self.slots.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The pool's tensor for each weight of a recipe; `None` if one is not in the pool.
+    pub fn tensors_for(&self, split: &Graph<'_>, ffn: &Ffn) -> Option<Vec<usize>> {
+        let place = |index| {
+            let key = weight_key(&ffn.weight(split, index)?)?;
+            self.parts.iter().position(|part| part.key == key)
+        };
+        (0..ffn.weights.len()).map(place).collect()
+    }
+
+    /// Puts the bytes of one expert's tensors one after the other into `staging`; `None` if they are gone.
+    pub fn read_expert(&self, expert: Expert, staging: &mut Vec<u8>) -> Option<()> {
+        staging.clear();
+        for Part { shape, weights, .. } in &self.parts {
+            let offset = usize::from(expert.0) * shape.expert_bytes;
+            weights.with_bytes(offset, shape.expert_bytes, |bytes| staging.extend_from_slice(bytes))?;
+        }
+        Some(())
+    }
+}
