@@ -1,6 +1,7 @@
 //! The library's one error type: what went wrong, where, and the offending value.
 #![forbid(unsafe_code)]
 
+use crate::routing::ProfileFault;
 use std::io;
 use std::path::PathBuf;
 
@@ -73,6 +74,14 @@ pub enum Error {
         path: PathBuf,
         /// What was expected and what was found.
         reason: String,
+    },
+    /// A file cannot be used as a profile.
+    #[error("{path}: {what}")]
+    BadProfile {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        what: ProfileFault,
     },
 }
 

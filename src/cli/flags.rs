@@ -3,7 +3,7 @@
 use crate::config::{
     self, Budget, HOT_CACHE, HOT_CACHE_AUTO_RESERVE_MIB, HOT_CACHE_DEVICE, HOT_CACHE_MAX_MIB, PERF_OUT, Reserve,
 };
-use crate::routing::{Profile, folder_of};
+use crate::routing::{Demand, Profile, folder_of};
 use anyhow::{Context, Result, anyhow, bail};
 use clap::builder::NonEmptyStringValueParser;
 use clap::{CommandFactory, Parser};
@@ -172,7 +172,7 @@ fn check_output(path: &Path) -> Result<PathBuf> {
 /// A profile to read: absolute.
 fn check_input(path: &Path) -> Result<PathBuf> {
     let path = std::path::absolute(path).with_context(|| format!("{path:?}: expected a file name"))?;
-    Profile::read(&path)?;
+    Demand::read(&path)?;
     Ok(path)
 }
 

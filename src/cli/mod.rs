@@ -41,6 +41,12 @@ pub fn main() -> ExitCode {
         Failure::Input(error) => (2, error),
         Failure::Internal(error) => (1, error),
     };
-    eprintln!("moe-hot: {error:#}");
+    eprintln!("moe-hot: {}", one_line(&format!("{error:#}")));
     ExitCode::from(code)
+}
+
+/// The text with control characters written out, whatever a file is called.
+fn one_line(text: &str) -> String {
+    let written = |c: char| if c.is_control() { c.escape_default().to_string() } else { c.to_string() };
+    text.chars().map(written).collect()
 }

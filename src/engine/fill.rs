@@ -122,7 +122,7 @@ impl Fill {
         let number = layer.counts.layer();
         let too_many = |_| format!("more than {} layers or experts", u16::MAX);
         let n_expert = u16::try_from(layer.counts.n_expert()).map_err(too_many)?;
-        let counts = demand.counts(number, n_expert).map_err(|error| error.to_string())?;
+        let counts = counts(demand, number, n_expert)?;
         let demand = LayerDemand {
             layer: cache::Layer(u16::try_from(number).map_err(too_many)?),
             n_expert,
@@ -263,4 +263,18 @@ impl Fill {
             }
         }
     }
+}
+
+/// A layer's requests by expert, `[n_expert]`; `None` if the profile lacks the layer.
+fn counts(demand: &Demand, layer: u32, n_expert: u16) -> Result<Option<Vec<u64>>, Reason> {
+    let Some(recorded) = demand.layers.get(&layer) else { return Ok(None) };
+    if let Some(other) = recorded.n_expert.filter(|&other| other != n_expert.into()) {
+        return Err(format!("the profile is of a model with {other} experts per layer, this one has {n_expert}"));
+    }
+    let mut counts = vec![0; n_expert.into()];
+    for &(expert, count) in &recorded.requests {
+        let place = usize::try_from(expert).ok().and_then(|expert| counts.get_mut(expert));
+        *place.ok_or_else(|| format!("the profile counts expert {expert}, this model has {n_expert} per layer"))? = count;
+    }
+    Ok(Some(counts))
 }

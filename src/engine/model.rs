@@ -1,49 +1,23 @@
 //! One model: its layers, what identifies it, and where its profile goes.
 
+use super::layer::Layer;
 use super::recorder::Output;
 use crate::ggml::Tensor;
-use crate::moe::Shape;
 use crate::routing::{
     BatchCounts, Counter, Counts, LayerCounts, LayerPerf, LayerRecord, ModelId, MoeHot, Profile, SCHEMA, Summary,
-    TensorId, combine_fingerprints,
+    TensorId, combine_fingerprints, ratio,
 };
 use std::collections::{BTreeMap, HashMap};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-
-/// One MoE layer of a model.
-pub struct Layer {
-    /// Requests per expert.
-    pub counts: LayerCounts,
-    /// The weights whose MUL_MAT_ID stands for the layer: the first of them that was seen.
-    representative: String,
-    n_used: u32,
-    shape: Mutex<Shape>,
-}
-
-impl Layer {
-    /// Whether a block with these weights is the one to count. A layer that comes in parts is counted once.
-    pub fn is_counted_by(&self, weights: Tensor<'_>) -> bool {
-        weights.name() == self.representative
-    }
-
-    /// Notes how complete the layer's block was; the most complete sight counts.
-    pub fn saw(&self, shape: Shape) {
-        let mut seen = self.shape.lock().unwrap_or_else(PoisonError::into_inner);
-        if matches!(*seen, Shape::Partial(_)) {
-            *seen = shape;
-        }
-    }
-
-    fn shape(&self) -> Shape {
-        *self.shape.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
 
 /// The buffers that occur together in one context's graphs.
 pub struct Model {
     inner: Mutex<Inner>,
     /// Where its profile goes. Only saving looks at it, for as long as a save takes.
     output: Mutex<Output>,
+    wants_fill: AtomicBool,
+    copied_bytes: AtomicU64,
 }
 
 /// Layer number and fingerprint of expert tensors, by name.
@@ -63,7 +37,12 @@ struct Inner {
 impl Model {
     /// Nothing seen yet.
     pub fn new() -> Self {
-        Self { inner: Mutex::default(), output: Mutex::new(Output::Unsettled) }
+        Self {
+            inner: Mutex::default(),
+            output: Mutex::new(Output::Unsettled),
+            wants_fill: AtomicBool::new(true),
+            copied_bytes: AtomicU64::new(0),
+        }
     }
 
     fn inner(&self) -> MutexGuard<'_, Inner> {
@@ -95,9 +74,34 @@ impl Model {
         layer
     }
 
-    /// Forgets the weights of one buffer; counts are kept.
+    /// Forgets the weights of one buffer and what was copied from it; counts are kept.
     pub fn forget_buffer(&self, buffer: usize) {
-        self.inner().by_weights.retain(|(owner, _), _| *owner != buffer);
+        let layers = {
+            let mut inner = self.inner();
+            inner.by_weights.retain(|(owner, _), _| *owner != buffer);
+            inner.layers.clone()
+        };
+        layers.iter().for_each(|layer| layer.forget_buffer(buffer));
+    }
+
+    /// Its layers, in the order in which they were seen.
+    pub fn layers(&self) -> Vec<Arc<Layer>> {
+        self.inner().layers.clone()
+    }
+
+    /// What identifies it, as far as it has been seen.
+    pub fn id(&self) -> ModelId {
+        model_id(&self.inner().tensors)
+    }
+
+    /// Whether its cache is still to be filled; `true` once.
+    pub fn take_fill(&self) -> bool {
+        self.wants_fill.load(Relaxed) && self.wants_fill.swap(false, Relaxed)
+    }
+
+    /// Bytes that were copied to a device.
+    pub fn add_copied(&self, bytes: u64) {
+        self.copied_bytes.fetch_add(bytes, Relaxed);
     }
 
     /// Where the profile goes; held while it is being saved.
@@ -125,6 +129,8 @@ impl Model {
             layers: layers.len(),
             calls: counts.iter().map(Counts::calls).sum(),
             requests: counts.iter().flat_map(Counts::experts).sum(),
+            hits: counts.iter().flat_map(|counts| counts.hot.iter()).sum(),
+            copied_bytes: self.copied_bytes.load(Relaxed),
         }
     }
 
@@ -140,6 +146,8 @@ impl Model {
         let seen = || layers.iter().zip(&counts);
         let perf: Vec<_> = seen().map(|(layer, counts)| layer_perf(layer.counts.layer(), counts)).collect();
         let layer_calls = perf.iter().map(|layer| layer.calls).sum();
+        let hot: u64 = perf.iter().map(|layer| layer.hot_slots_total).sum();
+        let cold: u64 = perf.iter().map(|layer| layer.cold_slots_total).sum();
         Profile {
             enabled: true,
             mode: "full".into(),
@@ -148,7 +156,7 @@ impl Model {
             n_expert_used: layers.iter().map(|layer| layer.n_used).max().unwrap_or(0),
             updates: perf.iter().map(|layer| layer.calls).max().unwrap_or(0),
             overflow_resets: 0,
-            summary: Summary { layer_calls, hot_slot_ratio: 0.0 },
+            summary: Summary { layer_calls, hot_slot_ratio: ratio(hot, hot + cold) },
             layers: perf,
             model: Some(model_id(&tensors)),
             moe_hot: Some(MoeHot {
@@ -168,6 +176,10 @@ pub struct Totals {
     pub calls: u64,
     /// (token, expert) pairs.
     pub requests: u64,
+    /// Those that ran on a device.
+    pub hits: u64,
+    /// Bytes copied to a device.
+    pub copied_bytes: u64,
 }
 
 impl Inner {
@@ -175,13 +187,7 @@ impl Inner {
         if let Some(layer) = self.layers.iter().find(|layer| layer.counts.layer() == number) {
             return layer.clone();
         }
-        let n_expert = u32::try_from(weights.ne(2)).unwrap_or(u32::MAX);
-        let layer = Arc::new(Layer {
-            counts: LayerCounts::new(number, n_expert),
-            representative: weights.name().into_owned(),
-            n_used,
-            shape: Mutex::new(Shape::Partial("not seen")),
-        });
+        let layer = Arc::new(Layer::new(number, weights, n_used));
         self.layers.push(layer.clone());
         layer
     }
@@ -206,7 +212,7 @@ fn layer_record(layer: &Layer, counts: &Counts, tensors: &Tensors) -> LayerRecor
         layer: number,
         n_expert: layer.counts.n_expert(),
         n_expert_used: layer.n_used,
-        block: layer.shape().to_string(),
+        block: layer.sight().shape.to_string(),
         fingerprint: combine_fingerprints(of_layer.map(|(_, id)| id.as_str())),
         batch_1: batch_counts(&counts.single),
         batch_2_up: batch_counts(&counts.multi),
@@ -214,7 +220,9 @@ fn layer_record(layer: &Layer, counts: &Counts, tensors: &Tensors) -> LayerRecor
 }
 
 fn layer_perf(number: u32, counts: &Counts) -> LayerPerf {
-    LayerPerf::all_cold(number, counts.calls(), without_zeros(counts.experts()))
+    let hot = counts.hot.iter().copied();
+    let cold = counts.experts().zip(hot.clone()).map(|(all, hot)| all.saturating_sub(hot));
+    LayerPerf::new(number, counts.calls(), without_zeros(hot), without_zeros(cold), without_zeros(counts.experts()))
 }
 
 fn batch_counts(counter: &Counter) -> BatchCounts {

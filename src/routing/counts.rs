@@ -19,6 +19,8 @@ pub struct Counts {
     pub single: Counter,
     /// Two tokens up to the op-offload threshold minus one.
     pub multi: Counter,
+    /// Requests of both kinds that ran on a device, per expert, `[n_expert]`.
+    pub hot: Box<[u64]>,
 }
 
 impl Counts {
@@ -43,8 +45,9 @@ pub struct LayerCounts {
 impl LayerCounts {
     /// All zero.
     pub fn new(layer: u32, n_expert: u32) -> Self {
-        let zero = Counter { calls: 0, experts: vec![0; n_expert as usize].into() };
-        Self { layer, n_expert, counts: Mutex::new(Counts { single: zero.clone(), multi: zero }) }
+        let zeros: Box<[u64]> = vec![0; n_expert as usize].into();
+        let zero = Counter { calls: 0, experts: zeros.clone() };
+        Self { layer, n_expert, counts: Mutex::new(Counts { single: zero.clone(), multi: zero, hot: zeros }) }
     }
 
     /// Layer number.
@@ -58,12 +61,17 @@ impl LayerCounts {
     }
 
     /// Counts one call with `n_tokens` tokens. Ids outside the layer are passed over.
-    pub fn add(&self, n_tokens: usize, ids: impl Iterator<Item = (usize, usize, i32)>) {
+    ///
+    /// `requests` yields each id and whether it ran on a device.
+    pub fn add(&self, n_tokens: usize, requests: impl Iterator<Item = (i32, bool)>) {
         let mut counts = self.lock();
-        let counter = if n_tokens == 1 { &mut counts.single } else { &mut counts.multi };
-        for (_, _, id) in ids {
-            if let Some(count) = usize::try_from(id).ok().and_then(|id| counter.experts.get_mut(id)) {
+        let Counts { single, multi, hot } = &mut *counts;
+        let counter = if n_tokens == 1 { single } else { multi };
+        for (id, is_hot) in requests {
+            let Ok(expert) = usize::try_from(id) else { continue };
+            if let (Some(count), Some(hot)) = (counter.experts.get_mut(expert), hot.get_mut(expert)) {
                 *count += 1;
+                *hot += u64::from(is_hot);
             }
         }
         counter.calls += 1;
@@ -102,12 +110,17 @@ mod tests {
         ids.iter().enumerate().map(|(slot, &id)| (slot, 0, id))
     }
 
+    fn cold(ids: &[i32]) -> impl Iterator<Item = (i32, bool)> {
+        ids.iter().map(|&id| (id, false))
+    }
+
     #[test]
     fn batches_of_one_and_of_more_are_counted_apart() {
         let counts = LayerCounts::new(3, 4);
-        counts.add(1, ids(&[0, 3]));
-        counts.add(5, ids(&[3, 3, 1]));
+        counts.add(1, cold(&[0, 3]));
+        counts.add(5, [(3, true), (3, false), (1, true)].into_iter());
         let counts = counts.snapshot();
+        assert_eq!(counts.hot, [0, 1, 0, 1].into());
         assert_eq!(counts.single, Counter { calls: 1, experts: [1, 0, 0, 1].into() });
         assert_eq!(counts.multi, Counter { calls: 1, experts: [0, 1, 0, 2].into() });
         assert_eq!((counts.calls(), counts.experts().collect::<Vec<_>>()), (2, vec![1, 1, 0, 3]));
@@ -129,7 +142,7 @@ mod tests {
         std::thread::scope(|scope| {
             for first in [0, 4] {
                 let counts = &counts;
-                scope.spawn(move || (0..BATCHES).for_each(|_| counts.add(1, ids(&[first, first + 1, first + 2]))));
+                scope.spawn(move || (0..BATCHES).for_each(|_| counts.add(1, cold(&[first, first + 1, first + 2]))));
             }
             while counts.calls() < 2 * BATCHES {
                 let seen = counts.snapshot();

@@ -2,13 +2,20 @@
 #![forbid(unsafe_code)]
 
 mod counts;
+mod fault;
 mod fingerprint;
+mod input;
 mod output;
 mod profile;
 #[cfg(test)]
 pub(crate) mod testing;
+mod validate;
+#[cfg(test)]
+mod validate_tests;
 
 pub use counts::{Counter, Counts, LayerCounts, check_ids};
+pub use fault::ProfileFault;
 pub use fingerprint::{TensorId, combine as combine_fingerprints};
 pub use output::{OutputFile, folder_of};
-pub use profile::{BatchCounts, LayerPerf, LayerRecord, ModelId, MoeHot, Profile, SCHEMA, Summary};
+pub use profile::{BatchCounts, LayerPerf, LayerRecord, ModelId, MoeHot, Profile, SCHEMA, Summary, ratio};
+pub use validate::{Demand, LayerDemand};

@@ -2,6 +2,7 @@
 //!
 //! `profiles/README.md` describes every field. Other readers ignore what they do not know; so do we.
 
+use super::fault::MAX_MIB;
 use crate::{Error, Result};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -11,8 +12,8 @@ use std::path::Path;
 
 /// The schema that other programs read and write.
 pub const SCHEMA: &str = "llama.cpp.moe_layer_perf.v1";
-/// A profile of 512 experts in 200 layers stays below 8 MiB; anything above this is something else.
-const MAX_BYTES: u64 = 64 << 20;
+/// Anything larger is something else.
+const MAX_BYTES: u64 = MAX_MIB << 20;
 
 /// `[expert, count]`.
 pub type Count = (u32, u64);
@@ -99,22 +100,28 @@ pub struct LayerPerf {
 }
 
 impl LayerPerf {
-    /// A layer of which nothing ran on a device.
-    pub fn all_cold(layer: u32, calls: u64, experts: Vec<Count>) -> Self {
-        let total: u64 = experts.iter().map(|&(_, count)| count).sum();
+    /// A layer's calls, and its requests by expert: on a device, on the CPU, and all.
+    pub fn new(layer: u32, calls: u64, hot: Vec<Count>, cold: Vec<Count>, all: Vec<Count>) -> Self {
+        let sum = |counts: &[Count]| counts.iter().map(|&(_, count)| count).sum::<u64>();
+        let (hot_total, cold_total) = (sum(&hot), sum(&cold));
         Self {
             layer,
             calls,
-            hot_slots_total: 0,
-            cold_slots_total: total,
-            hot_slots_per_call: 0.0,
-            cold_slots_per_call: if calls == 0 { 0.0 } else { total as f64 / calls as f64 },
-            hot_slot_ratio: 0.0,
-            cold_experts: experts.clone(),
-            experts,
-            hot_experts: Vec::new(),
+            hot_slots_total: hot_total,
+            cold_slots_total: cold_total,
+            hot_slots_per_call: ratio(hot_total, calls),
+            cold_slots_per_call: ratio(cold_total, calls),
+            hot_slot_ratio: ratio(hot_total, hot_total + cold_total),
+            experts: all,
+            hot_experts: hot,
+            cold_experts: cold,
         }
     }
+}
+
+/// `part` of `whole`; 0 of nothing.
+pub fn ratio(part: u64, whole: u64) -> f64 {
+    if whole == 0 { 0.0 } else { part as f64 / whole as f64 }
 }
 
 /// Which model a profile belongs to.
@@ -185,7 +192,7 @@ impl Profile {
         let mut text = Vec::new();
         file.take(MAX_BYTES + 1).read_to_end(&mut text).map_err(io)?;
         if text.len() as u64 > MAX_BYTES {
-            return Err(not(format!("larger than {} MiB", MAX_BYTES >> 20)));
+            return Err(not(format!("larger than {MAX_MIB} MiB")));
         }
         let profile: Self = serde_json::from_slice(&text).map_err(|error| not(error.to_string()))?;
         if profile.schema != SCHEMA {

@@ -13,7 +13,7 @@ pub(crate) fn profile(fingerprint: &str, count: u64) -> Profile {
         updates: 1,
         overflow_resets: 0,
         summary: Summary { layer_calls: 1, hot_slot_ratio: 0.0 },
-        layers: vec![LayerPerf::all_cold(0, 1, vec![(7, count)])],
+        layers: vec![LayerPerf::new(0, 1, Vec::new(), vec![(7, count)], vec![(7, count)])],
         model: Some(ModelId {
             fingerprint: fingerprint.into(),
             tensors: [("blk.0.ffn_up_exps.weight".to_owned(), fingerprint.to_owned())].into(),
