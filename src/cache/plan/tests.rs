@@ -214,6 +214,12 @@ fn model() -> impl Strategy<Value = Vec<LayerDemand>> {
     prop::collection::vec(demand(0..12_u16, 0..9_u16, 0..500_u64, count), 1..6)
 }
 
+/// Small enough to try every budget that makes a difference.
+fn tiny_model() -> impl Strategy<Value = Vec<LayerDemand>> {
+    let drawn = (1..20_u64, prop::collection::vec(0..50_u64, 5));
+    prop::collection::vec(drawn.prop_map(|(bytes, counts)| layer(0, 5, Bytes(bytes), Some(counts))), 1..5)
+}
+
 const ENOUGH: u64 = 60_000;
 
 fn budget() -> impl Strategy<Value = u64> {
@@ -313,9 +319,9 @@ proptest! {
     }
 
     #[test]
-    fn one_more_byte_never_means_fewer_hits(layers in model(), budget in budget()) {
+    fn one_more_byte_never_means_fewer_hits(layers in tiny_model()) {
         let hits = |budget| Plan::new(&layers, Bytes(budget), SlotRule::AtLeastAThird).ok().map(|plan| expected_hits(&plan));
-        let hits: Vec<_> = (budget..budget + 300).filter_map(hits).collect();
+        let hits: Vec<_> = (0..400).filter_map(hits).collect();
         prop_assert!(hits.is_sorted_by(|less, more| *more >= less - ROUNDING));
     }
 
