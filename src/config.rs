@@ -32,6 +32,9 @@ pub const OFFLOAD_MIN_BATCH: &str = "GGML_OP_OFFLOAD_MIN_BATCH";
 /// llama.cpp's own default for it.
 const OFFLOAD_MIN_BATCH_DEFAULT: u32 = 32;
 
+/// Bounds the scratch memory on the device where the threshold for stock's batches has been raised.
+const MAX_HOT_TOKENS: u32 = 64;
+
 /// The largest number of MiB that still is a number of bytes.
 pub const MAX_MIB: u64 = u64::MAX >> 20;
 
@@ -149,6 +152,16 @@ impl Config {
     /// Whether the user asked for anything that needs experts.
     pub fn takes_experts(&self) -> bool {
         self.perf_out.is_some() || self.caches()
+    }
+
+    /// Largest batch, in tokens, whose resident experts run on the device.
+    pub fn max_hot_tokens(&self) -> usize {
+        self.offload_min_batch.saturating_sub(1).clamp(1, MAX_HOT_TOKENS) as usize
+    }
+
+    /// Most requests of one layer call with `n_used` experts per token that run on the device.
+    pub fn max_hot_rows(&self, n_used: usize) -> usize {
+        self.max_hot_tokens() * n_used
     }
 
     /// Whether the user asked for a cache.

@@ -11,6 +11,7 @@ mod error;
 pub mod ggml;
 pub mod lanes;
 pub mod moe;
+pub mod perf;
 pub mod plugin;
 pub mod routing;
 

@@ -1,45 +1,35 @@
 //! One llama.cpp context's side of the engine: what is done for each split.
 
-use super::model::{Layer, Model};
+use super::parted::Lanes;
+use super::splits::{Seen, Splits};
 use super::{Engine, engine};
-use crate::ggml::{AbortCallback, Graph, Level, Status, log, sys};
-use crate::lanes::ColdLane;
-use crate::moe::Block;
+use crate::ggml::{AbortCallback, Graph, Ids, Level, Status, log, sys};
+use crate::perf::Stopwatch;
 use crate::routing::check_ids;
 use crate::{Error, Result};
-use std::collections::HashMap;
-use std::num::NonZeroU64;
-use std::sync::Arc;
-
-/// Splits remembered by uid. Enough for every layer of a few graphs; cleared when full.
-const MAX_KNOWN_SPLITS: usize = 1024;
 
 /// Computes the splits of one llama.cpp context. Used by one thread at a time.
 pub struct Context {
     engine: &'static Engine,
-    cold: ColdLane,
-    model: Option<Arc<Model>>,
-    known: HashMap<NonZeroU64, Vec<Seen>>,
+    splits: Splits,
+    lanes: Lanes,
+    watch: Stopwatch,
     /// Whether llama.cpp has decoded with it: it sets the threads then, and never while it measures.
     worked: bool,
-}
-
-/// A block and the layer whose requests it stands for.
-struct Seen {
-    block: Block,
-    layer: Arc<Layer>,
-    /// Experts that these weights hold.
-    n_expert: u32,
-    /// Whether this part of the layer is the one that is counted.
-    counts: bool,
 }
 
 impl Context {
     /// A new context. Starts no thread and touches no file: llama.cpp makes and frees contexts to measure.
     pub fn new() -> Result<Self> {
-        let context =
-            Self { engine: engine(), cold: ColdLane::new()?, model: None, known: HashMap::new(), worked: false };
-        context.engine.context_opened();
+        let engine = engine();
+        let context = Self {
+            engine,
+            splits: Splits::new(engine),
+            lanes: Lanes::new()?,
+            watch: Stopwatch::new(engine.config().test_timings.is_some()),
+            worked: false,
+        };
+        engine.context_opened();
         Ok(context)
     }
 
@@ -47,81 +37,67 @@ impl Context {
     ///
     /// A split with ids outside the layer fails and leaves everything as it was.
     pub fn compute(&mut self, split: &Graph<'_>) -> Status {
-        if let Err(error) = self.observe(split) {
+        self.watch.start();
+        let blocks = self.splits.blocks(split);
+        if let Err(error) = blocks.iter().try_for_each(|seen| check(split, seen)) {
             log(Level::Error, &error.to_string());
             return sys::GGML_STATUS_FAILED;
         }
-        self.cold.compute(split)
+        let [seen] = blocks else {
+            for seen in blocks {
+                count(split, seen, std::iter::repeat(false));
+            }
+            return self.lanes.cold.compute(split);
+        };
+        let Ok(ids) = ids_of(split, seen) else { return sys::GGML_STATUS_FAILED };
+        let status = self.lanes.compute(split, seen, &ids, self.engine.config(), &mut self.watch);
+        let calls = count(split, seen, self.lanes.served_hot());
+        self.watch.stop(ids.n_used() * ids.n_tokens(), || self.lanes.served_hot().filter(|&hot| hot).count());
+        if let Some(model) = &self.splits.model {
+            self.engine.consider_fill(model, calls);
+        }
+        status
     }
 
     /// Threads to compute with.
     pub fn set_threads(&mut self, n_threads: i32) {
-        self.worked = true;
-        self.cold.set_threads(n_threads);
+        if !self.worked {
+            self.worked = true;
+            self.engine.context_works();
+        }
+        self.lanes.cold.set_threads(n_threads);
     }
 
     /// Whom to ask whether to stop.
     pub fn set_abort_callback(&mut self, callback: AbortCallback) {
-        self.cold.set_abort_callback(callback);
-    }
-
-    /// Checks and counts the ids of every block in the split.
-    fn observe(&mut self, split: &Graph<'_>) -> Result<()> {
-        let Some(uid) = split.uid() else {
-            let blocks = self.recognise(split);
-            return check_and_count(split, &blocks);
-        };
-        if !self.known.contains_key(&uid) {
-            let blocks = self.recognise(split);
-            if self.known.len() >= MAX_KNOWN_SPLITS {
-                self.known.clear();
-            }
-            self.known.insert(uid, blocks);
-        }
-        match self.known.get(&uid) {
-            Some(blocks) => check_and_count(split, blocks),
-            None => Ok(()),
-        }
-    }
-
-    fn recognise(&mut self, split: &Graph<'_>) -> Vec<Seen> {
-        Block::recognise(split).into_iter().filter_map(|block| self.resolve(split, block)).collect()
-    }
-
-    /// Finds the layer of a block and makes all of the block's weights known to the model.
-    fn resolve(&mut self, split: &Graph<'_>, block: Block) -> Option<Seen> {
-        let n_used = u32::try_from(block.ids(split)?.ne(0)).unwrap_or(u32::MAX);
-        let n_expert = block.n_expert(split)?;
-        let mut found: Option<(Arc<Layer>, bool)> = None;
-        for weights in block.weights(split) {
-            let layer = self.engine.layer_of(&mut self.model, weights, n_used)?;
-            let counts = layer.is_counted_by(weights);
-            if found.is_none() || counts {
-                found = Some((layer, counts));
-            }
-        }
-        let (layer, counts) = found?;
-        layer.saw(block.shape());
-        Some(Seen { block, layer, n_expert: u32::try_from(n_expert).unwrap_or(u32::MAX), counts })
+        self.lanes.cold.set_abort_callback(callback);
     }
 }
 
 impl Drop for Context {
     fn drop(&mut self) {
-        self.engine.context_closed(self.worked);
+        self.engine.context_closed(self.worked, self.watch.times());
     }
 }
 
-fn check_and_count(split: &Graph<'_>, blocks: &[Seen]) -> Result<()> {
-    for Seen { block, layer, n_expert, counts } in blocks {
-        let number = layer.counts.layer();
-        let ids = block.ids(split).and_then(|ids| ids.ids()).ok_or(Error::IdsTensor { layer: number })?;
-        check_ids(number, *n_expert, ids.iter())?;
-        if *counts && ids.n_tokens() > 0 {
-            layer.counts.add(ids.n_tokens(), ids.iter());
+fn ids_of<'a>(split: &Graph<'a>, seen: &Seen) -> Result<Ids<'a>> {
+    let layer = seen.layer.counts.layer();
+    seen.block.ids(split).and_then(|ids| ids.ids()).ok_or(Error::IdsTensor { layer })
+}
+
+/// Checks the ids of one block.
+fn check(split: &Graph<'_>, seen: &Seen) -> Result<()> {
+    check_ids(seen.layer.counts.layer(), seen.n_expert, ids_of(split, seen)?.iter())
+}
+
+/// Counts the ids of one block and returns the layer's calls so far; `is_hot` tells for each id whether it ran on a device.
+fn count(split: &Graph<'_>, seen: &Seen, is_hot: impl Iterator<Item = bool>) -> u64 {
+    match ids_of(split, seen) {
+        Ok(ids) if seen.counts && ids.n_tokens() > 0 => {
+            seen.layer.counts.add(ids.n_tokens(), ids.iter().map(|(_, _, id)| id).zip(is_hot))
         }
+        _ => 0,
     }
-    Ok(())
 }
 
 #[cfg(test)]
@@ -151,7 +127,7 @@ mod tests {
 
     /// Calls and requests of the first layer, for batches of one token and of more.
     fn counted(context: &Context) -> [(u64, u64); 2] {
-        let profile = context.model.as_ref().unwrap().profile(32);
+        let profile = context.splits.model.as_ref().unwrap().profile(32);
         let record = &profile.moe_hot.unwrap().layers[0];
         [&record.batch_1, &record.batch_2_up]
             .map(|counts| (counts.calls, counts.experts.iter().map(|(_, count)| count).sum()))
@@ -198,6 +174,15 @@ mod tests {
         assert_eq!(counted(&context), [(1, N_USED as u64), (0, 0)]);
     }
 
+    /// Recognises, checks and counts; computes nothing.
+    #[cfg(not(debug_assertions))]
+    fn observe(context: &mut Context, split: &Graph<'_>) {
+        for seen in context.splits.blocks(split) {
+            check(split, seen).unwrap();
+            count(split, seen, std::iter::repeat(false));
+        }
+    }
+
     /// Nanoseconds of one call, over many calls.
     #[cfg(not(debug_assertions))]
     fn nanoseconds(mut call: impl FnMut()) -> i64 {
@@ -229,19 +214,19 @@ mod tests {
         let mut context = Context::new().unwrap();
         context.set_threads(1);
         let known = median_of_rounds("check and count a known split", || {
-            nanoseconds(|| context.observe(std::hint::black_box(&graph)).unwrap())
+            nanoseconds(|| observe(&mut context, std::hint::black_box(&graph)))
         });
         let mut uid = 1;
         let new = median_of_rounds("recognise, check and count a new split", || {
             nanoseconds(|| {
                 uid += 1;
                 b.set_uid(uid);
-                context.observe(std::hint::black_box(&graph)).unwrap();
+                observe(&mut context, std::hint::black_box(&graph));
             })
         });
         let all = median_of_rounds("all that we add to the CPU backend's computation", || {
             let ours = nanoseconds(|| assert_eq!(context.compute(&graph), sys::GGML_STATUS_SUCCESS));
-            let inner = nanoseconds(|| assert_eq!(context.cold.compute(&graph), sys::GGML_STATUS_SUCCESS));
+            let inner = nanoseconds(|| assert_eq!(context.lanes.cold.compute(&graph), sys::GGML_STATUS_SUCCESS));
             ours - inner
         });
         assert!(known < 1_000, "counting takes {known} ns");

@@ -268,7 +268,7 @@ impl Fill {
 /// A layer's requests by expert, `[n_expert]`; `None` if the profile lacks the layer.
 fn counts(demand: &Demand, layer: u32, n_expert: u16) -> Result<Option<Vec<u64>>, Reason> {
     let Some(recorded) = demand.layers.get(&layer) else { return Ok(None) };
-    if let Some(other) = recorded.n_expert.filter(|&other| other != n_expert.into()) {
+    if let Some(other) = recorded.n_expert.filter(|&other| other != u32::from(n_expert)) {
         return Err(format!("the profile is of a model with {other} experts per layer, this one has {n_expert}"));
     }
     let mut counts = vec![0; n_expert.into()];

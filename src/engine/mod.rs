@@ -6,19 +6,38 @@
 #![forbid(unsafe_code)]
 
 mod context;
+mod copier;
+mod device;
+mod fill;
+mod layer;
 mod model;
+mod parted;
 mod recorder;
+mod splits;
 
 pub use context::Context;
 
-use crate::config::{Config, OFFLOAD_MIN_BATCH};
-use crate::ggml::{Device, Level, Tensor, is_hosts_log, log};
-use model::{Layer, Model};
+use crate::config::{Budget, Config, OFFLOAD_MIN_BATCH};
+use crate::ggml::{Device, Level, Tensor, close_buffer, is_hosts_log, log};
+use crate::perf::LayerTimes;
+use device::HotDevice;
+use fill::Fill;
+use layer::Layer;
+use model::Model;
 use recorder::Recorder;
 use std::collections::HashMap;
 use std::path::Path;
-use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, Once, OnceLock, PoisonError};
+use std::thread::JoinHandle;
+
+/// Calls of a layer before its model's cache is filled. llama-server computes two batches for itself (warm-up, and a
+/// look at its cache) before it makes the contexts of draft models and projectors, which need memory first.
+const CALLS_BEFORE_FILL: u64 = 3;
+
+/// What recording without a cache means.
+const ON_THE_CPU: &str = "experts run on the CPU as with --no-repack (without a GPU slower than stock, which repacks them, \
+                          and rounded otherwise)";
 
 /// The process's models, who uses them, and the recorder that saves their counts.
 pub struct Engine {
@@ -26,6 +45,8 @@ pub struct Engine {
     state: Mutex<State>,
     /// Buffers of ours that are alive.
     live_buffers: AtomicUsize,
+    /// Where hot experts go, or why nowhere; decided when experts are placed.
+    hot_device: OnceLock<Result<Arc<HotDevice>, String>>,
 }
 
 #[derive(Default)]
@@ -35,7 +56,27 @@ struct State {
     /// Which model a live buffer belongs to, by the buffer's address.
     by_buffer: HashMap<usize, Arc<Model>>,
     live_contexts: usize,
+    /// Those that llama.cpp decodes with.
+    working_contexts: usize,
     recorder: Option<Recorder>,
+    fillers: Vec<Filler>,
+    times: Option<LayerTimes>,
+}
+
+/// A thread that fills one model's cache; told to stop, and waited for, when dropped.
+struct Filler {
+    stop: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Drop for Filler {
+    fn drop(&mut self) {
+        self.stop.store(true, Relaxed);
+        if let Some(thread) = self.thread.take() {
+            // A panic in the thread has been reported by the panic hook and cost the cache, no more.
+            let _ = thread.join();
+        }
+    }
 }
 
 /// The process's engine; reads the configuration when first asked for.
@@ -46,7 +87,7 @@ pub fn engine() -> &'static Engine {
 
 impl Engine {
     fn new(config: Config) -> Self {
-        Self { config, state: Mutex::default(), live_buffers: AtomicUsize::new(0) }
+        Self { config, state: Mutex::default(), live_buffers: AtomicUsize::new(0), hot_device: OnceLock::new() }
     }
 
     /// What the user asked for.
@@ -64,24 +105,41 @@ impl Engine {
         self.inert().is_none()
     }
 
+    /// Whether experts are cached on a device.
+    pub fn caches(&self) -> bool {
+        self.config.caches() && self.hot_device().is_ok()
+    }
+
+    fn hot_device(&self) -> &Result<Arc<HotDevice>, String> {
+        self.hot_device.get_or_init(|| device::choose(&self.config).map(|device| Arc::new(HotDevice::new(device, &self.config))))
+    }
+
     /// Why there is nothing to win, and whether the user should hear of it unasked.
     fn inert(&self) -> Option<(Level, String)> {
+        let warn = |reason: String| Some((Level::Warn, reason));
         if !self.config.takes_experts() {
-            return Some((Level::Info, "no --moe-layer-perf-out given; experts stay with llama.cpp".into()));
+            return if self.config.hot_cache.is_some() && self.config.max_mib == Budget::Off {
+                warn("the hot cache is off (--moe-hot-cache-max-mib 0); experts stay with llama.cpp".into())
+            } else {
+                let reason = "neither --moe-layer-perf-out nor --moe-hot-cache given; experts stay with llama.cpp";
+                Some((Level::Info, reason.into()))
+            };
         }
         if self.config.offload_min_batch <= 1 {
             let threshold = self.config.offload_min_batch;
-            return Some((
-                Level::Warn,
-                format!("{OFFLOAD_MIN_BATCH} is {threshold}, so every batch is llama.cpp's; nothing is recorded"),
+            return warn(format!("{OFFLOAD_MIN_BATCH} is {threshold}, so every batch is llama.cpp's; nothing is recorded or cached"));
+        }
+        // A device that the user has named is his own choice.
+        if let (None, Some(device)) = (&self.config.device, Device::shared_memory_gpu()) {
+            let name = device.name();
+            return warn(format!(
+                "{name} shares the host's memory: nothing to win, nothing is recorded or cached; run without moe-hot"
             ));
         }
-        let device = Device::shared_memory_gpu()?;
-        let name = device.name();
-        Some((
-            Level::Warn,
-            format!("{name} shares the host's memory: nothing to win, nothing is recorded; run without moe-hot"),
-        ))
+        match (self.config.perf_out.is_some(), self.config.caches(), self.hot_device()) {
+            (false, true, Err(reason)) => warn(format!("no hot cache: {reason}; experts stay with llama.cpp")),
+            _ => None,
+        }
     }
 
     fn context_opened(&self) {
@@ -97,19 +155,54 @@ impl Engine {
 
     /// Saves what has been learnt. With the last context ends the recorder and says what became of the recording.
     ///
-    /// `worked`: llama.cpp has decoded with the context; it makes others only to measure.
-    fn context_closed(&self, worked: bool) {
+    /// `worked`: llama.cpp has decoded with the context; it makes others only to measure. `times`: what it has timed.
+    fn context_closed(&self, worked: bool, times: Option<LayerTimes>) {
         // All models, in the order in which they appeared: the first gets the file that was asked for.
         self.models().iter().for_each(|model| recorder::save(&self.config, model));
-        let (is_last, recorder) = {
+        let (is_last, ended, times) = {
             let mut state = self.state();
             state.live_contexts -= 1;
+            state.working_contexts -= usize::from(worked);
+            if let Some(times) = &times {
+                state.times.get_or_insert_default().add(times);
+            }
             let is_last = state.live_contexts == 0;
-            (is_last, if is_last { state.recorder.take() } else { None })
+            let ended = is_last.then(|| (state.recorder.take(), std::mem::take(&mut state.fillers)));
+            (is_last, ended, state.times)
         };
-        drop(recorder); // joins its thread: not under the lock
+        drop(ended); // joins threads: not under the lock
         if is_last && worked && self.takes_experts() {
             recorder::report(&self.config, &self.models(), self.live_buffers.load(Relaxed) > 0);
+            recorder::save_times(&self.config, times);
+        }
+    }
+
+    /// llama.cpp decodes with one more context.
+    fn context_works(&self) {
+        self.state().working_contexts += 1;
+    }
+
+    /// Starts to fill a model's cache once it has computed enough; `calls`: of one of its layers so far.
+    fn consider_fill(&self, model: &Arc<Model>, calls: u64) {
+        if calls < CALLS_BEFORE_FILL || !model.take_fill() {
+            return;
+        }
+        let Ok(device) = self.hot_device() else { return };
+        if !self.config.caches() || device.is_off() {
+            return;
+        }
+        let stop = Arc::new(AtomicBool::new(false));
+        let mut state = self.state();
+        let fill = Fill {
+            model: model.clone(),
+            device: device.clone(),
+            config: self.config.clone(),
+            n_contexts: state.working_contexts,
+            stop: stop.clone(),
+        };
+        match std::thread::Builder::new().name("moe-hot-fill".into()).spawn(|| fill.run()) {
+            Ok(thread) => state.fillers.push(Filler { stop, thread: Some(thread) }),
+            Err(error) => log(Level::Warn, &format!("no hot cache: no thread to fill it ({error})")),
         }
     }
 
@@ -119,12 +212,14 @@ impl Engine {
         ONCE.call_once(|| {
             let largest = self.config.offload_min_batch.saturating_sub(1);
             let path = path.display();
+            let without_cache = match (self.config.caches(), self.hot_device()) {
+                (true, Ok(_)) => String::new(),
+                (true, Err(reason)) => format!("; no hot cache: {reason}; {ON_THE_CPU}"),
+                (false, _) => format!("; no hot cache: {ON_THE_CPU}"),
+            };
             log(
                 Level::Warn,
-                &format!(
-                    "recording expert usage of batches of 1 to {largest} tokens to {path}; no hot cache: experts run on the CPU \
-                     as with --no-repack (without a GPU slower than stock, which repacks them, and rounded otherwise)"
-                ),
+                &format!("recording expert usage of batches of 1 to {largest} tokens to {path}{without_cache}"),
             );
         });
         state.recorder = Some(Recorder::start());
@@ -161,9 +256,10 @@ impl Engine {
     /// Forgets a buffer whose memory is about to go; its addresses may be used again.
     pub fn forget_buffer(&self, buffer: usize) {
         self.live_buffers.fetch_sub(1, Relaxed);
-        if let Some(model) = self.state().by_buffer.remove(&buffer) {
-            model.forget_buffer(buffer);
-        }
+        close_buffer(buffer);
+        self.state().by_buffer.remove(&buffer);
+        // Adapters' buffers are not in the map, yet their factors may be in a pool.
+        self.models().iter().for_each(|model| model.forget_buffer(buffer));
     }
 
     fn models(&self) -> Vec<Arc<Model>> {

@@ -4,7 +4,7 @@ use super::layer::Layer;
 use super::recorder::Output;
 use crate::ggml::Tensor;
 use crate::routing::{
-    BatchCounts, Counter, Counts, LayerCounts, LayerPerf, LayerRecord, ModelId, MoeHot, Profile, SCHEMA, Summary,
+    BatchCounts, Counter, Counts, LayerPerf, LayerRecord, ModelId, MoeHot, Profile, SCHEMA, Summary,
     TensorId, combine_fingerprints, ratio,
 };
 use std::collections::{BTreeMap, HashMap};

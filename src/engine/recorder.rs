@@ -3,8 +3,9 @@
 use super::engine;
 use super::model::{Model, Totals};
 use crate::config::Config;
-use crate::ggml::{Level, log};
-use crate::routing::{OutputFile, Profile};
+use crate::ggml::{Level, graphs_built, log};
+use crate::perf::LayerTimes;
+use crate::routing::{OutputFile, Profile, ratio};
 use crate::{Error, Result};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -64,14 +65,39 @@ pub fn report(config: &Config, models: &[Arc<Model>], has_experts: bool) {
         log(Level::Warn, &format!("nothing was recorded: {reason}"));
     }
     for model in models {
+        report_cache(config, model);
         let output = model.output();
         let Output::File(file) = &*output else { continue };
-        let Totals { layers, calls, requests } = model.totals();
+        let Totals { layers, calls, requests, .. } = model.totals();
         let path = file.path().display();
         log(
             Level::Warn,
             &format!("recorded {requests} (token, expert) requests in {calls} calls of {layers} layers: {path}"),
         );
+    }
+}
+
+/// One line on what the cache has done.
+fn report_cache(config: &Config, model: &Model) {
+    let Totals { requests, hits, copied_bytes, .. } = model.totals();
+    if !config.caches() || requests == 0 {
+        return;
+    }
+    let misses = requests.saturating_sub(hits);
+    let (rate, copied) = (100.0 * ratio(hits, requests), copied_bytes as f64 / f64::from(1 << 20));
+    let graphs = graphs_built();
+    log(
+        Level::Warn,
+        &format!("hot cache: {hits} hits, {misses} misses, hit rate {rate:.1} %; {copied:.1} MiB copied, {graphs} graphs made"),
+    );
+}
+
+/// Writes what was timed, where a test has asked for it.
+pub fn save_times(config: &Config, times: Option<LayerTimes>) {
+    let (Some(path), Some(times)) = (&config.test_timings, times) else { return };
+    let written = serde_json::to_vec(&times).map_err(std::io::Error::from).and_then(|text| std::fs::write(path, text));
+    if let Err(error) = written {
+        log(Level::Warn, &format!("{}: timings not written: {error}", path.display()));
     }
 }
 

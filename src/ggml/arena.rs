@@ -205,6 +205,8 @@ pub struct OwnGraph {
 
 // SAFETY: the ggml context and everything in it belong to this graph alone; memories are shared and immutable handles.
 unsafe impl Send for OwnGraph {}
+// SAFETY: through a shared reference nothing of it is changed, neither by us nor by ggml's copies to and from its tensors.
+unsafe impl Sync for OwnGraph {}
 
 impl OwnGraph {
     /// Leaves that are shown a live tensor at each computation.

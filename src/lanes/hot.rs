@@ -76,13 +76,15 @@ impl HotLane {
         self.scratch.as_ref().map_or(0, |scratch| scratch.size())
     }
 
-    /// Makes room for `scratch_bytes` on the device. `false`: the device has none.
-    pub fn grow(&mut self, scratch_bytes: usize) -> bool {
-        if self.scratch_bytes() >= scratch_bytes {
-            return true;
-        }
+    /// Gives its scratch memory back, and the graphs that are placed in it.
+    pub fn drop_scratch(&mut self) {
         self.layers.iter_mut().for_each(|layer| layer.jobs.clear());
         self.scratch = None;
+    }
+
+    /// Takes `scratch_bytes` of scratch memory on the device in place of what it has. `false`: the device has no room.
+    pub fn grow(&mut self, scratch_bytes: usize) -> bool {
+        self.drop_scratch();
         let Some(scratch) = Memory::allocate(self.kind, scratch_bytes) else { return false };
         scratch.clear();
         self.scratch = Some(Arc::new(scratch));

@@ -4,7 +4,7 @@
 
 use super::{buffer_type, guard};
 use crate::engine::engine;
-use crate::ggml::{BufferType, Device, sys};
+use crate::ggml::{BufferType, Device, open_buffer, sys};
 use std::ffi::c_void;
 use std::ptr::null_mut;
 
@@ -58,10 +58,13 @@ pub(super) unsafe fn from_host_memory(data: *mut c_void, size: usize) -> sys::gg
 /// `inner` is a valid host buffer; its ownership passes to the new buffer.
 unsafe fn wrap(inner: sys::ggml_backend_buffer_t) -> sys::ggml_backend_buffer_t {
     engine().buffer_made();
-    // SAFETY: `inner` is valid; ggml owns and later deletes the struct it makes here.
+    // SAFETY: `inner` is valid; ggml owns and later deletes the struct it makes here. `free_buffer`, which ggml calls
+    // before that, has the engine close the buffer.
     unsafe {
         let size = sys::ggml_backend_buffer_get_size(inner);
-        sys::ggml_backend_buffer_init(buffer_type::BUFFER_TYPE.get(), INTERFACE, inner.cast(), size)
+        let buffer = sys::ggml_backend_buffer_init(buffer_type::BUFFER_TYPE.get(), INTERFACE, inner.cast(), size);
+        open_buffer(buffer as usize);
+        buffer
     }
 }
 

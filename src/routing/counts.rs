@@ -62,8 +62,8 @@ impl LayerCounts {
 
     /// Counts one call with `n_tokens` tokens. Ids outside the layer are passed over.
     ///
-    /// `requests` yields each id and whether it ran on a device.
-    pub fn add(&self, n_tokens: usize, requests: impl Iterator<Item = (i32, bool)>) {
+    /// `requests` yields each id and whether it ran on a device. Returns the calls so far.
+    pub fn add(&self, n_tokens: usize, requests: impl Iterator<Item = (i32, bool)>) -> u64 {
         let mut counts = self.lock();
         let Counts { single, multi, hot } = &mut *counts;
         let counter = if n_tokens == 1 { single } else { multi };
@@ -75,6 +75,7 @@ impl LayerCounts {
             }
         }
         counter.calls += 1;
+        counts.calls()
     }
 
     /// Everything counted so far, with whole batches only.
@@ -142,7 +143,7 @@ mod tests {
         std::thread::scope(|scope| {
             for first in [0, 4] {
                 let counts = &counts;
-                scope.spawn(move || (0..BATCHES).for_each(|_| counts.add(1, cold(&[first, first + 1, first + 2]))));
+                scope.spawn(move || (0..BATCHES).for_each(|_| drop(counts.add(1, cold(&[first, first + 1, first + 2])))));
             }
             while counts.calls() < 2 * BATCHES {
                 let seen = counts.snapshot();

@@ -1,0 +1,146 @@
+//! Where a layer's time goes: from ids to launch, the lanes, and the join. For benchmarks only; off costs one branch.
+#![forbid(unsafe_code)]
+
+use serde::Serialize;
+use std::time::Instant;
+
+/// Times of one kind of layer call, summed up.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Times {
+    /// Expert FFNs computed.
+    pub calls: u64,
+    /// Requests.
+    pub requests: u64,
+    /// Requests that ran on a device.
+    pub hits: u64,
+    /// Nanoseconds before the CPU began: recognise, check, look up, gather, launch.
+    pub plan_and_launch_ns: u64,
+    /// Nanoseconds that the CPU computed.
+    pub cold_ns: u64,
+    /// Nanoseconds after that: wait, write rows, count.
+    pub join_ns: u64,
+}
+
+/// What is timed, by how a layer was computed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct LayerTimes {
+    /// Nothing resident.
+    pub all_cold: Times,
+    /// Some resident.
+    pub mixed: Times,
+    /// All resident.
+    pub all_hot: Times,
+}
+
+impl Times {
+    fn add(&mut self, other: &Times) {
+        self.calls += other.calls;
+        self.requests += other.requests;
+        self.hits += other.hits;
+        self.plan_and_launch_ns += other.plan_and_launch_ns;
+        self.cold_ns += other.cold_ns;
+        self.join_ns += other.join_ns;
+    }
+}
+
+impl LayerTimes {
+    /// Adds what another context has timed.
+    pub fn add(&mut self, other: &LayerTimes) {
+        self.all_cold.add(&other.all_cold);
+        self.mixed.add(&other.mixed);
+        self.all_hot.add(&other.all_hot);
+    }
+}
+
+/// Times one layer call after the other.
+pub struct Stopwatch {
+    running: Option<Laps>,
+    times: Option<LayerTimes>,
+}
+
+#[derive(Clone, Copy)]
+struct Laps {
+    start: Instant,
+    launched: Instant,
+    computed: Instant,
+}
+
+impl Stopwatch {
+    /// One that times, or one that does nothing.
+    pub fn new(is_on: bool) -> Self {
+        Self { running: None, times: is_on.then(LayerTimes::default) }
+    }
+
+    /// A layer call begins.
+    pub fn start(&mut self) {
+        if self.times.is_some() {
+            let now = Instant::now();
+            self.running = Some(Laps { start: now, launched: now, computed: now });
+        }
+    }
+
+    /// The device has its work; the CPU begins.
+    pub fn launched(&mut self) {
+        if let Some(laps) = &mut self.running {
+            laps.launched = Instant::now();
+            laps.computed = laps.launched;
+        }
+    }
+
+    /// The CPU is done.
+    pub fn computed(&mut self) {
+        if let Some(laps) = &mut self.running {
+            laps.computed = Instant::now();
+        }
+    }
+
+    /// The layer call is over; `hits` of its `requests` ran on the device (asked for only if it is timed).
+    pub fn stop(&mut self, requests: usize, hits: impl FnOnce() -> usize) {
+        let (Some(laps), Some(times)) = (self.running.take(), &mut self.times) else { return };
+        let end = Instant::now();
+        let hits = hits();
+        let times = match hits {
+            0 => &mut times.all_cold,
+            _ if hits == requests => &mut times.all_hot,
+            _ => &mut times.mixed,
+        };
+        let nanoseconds = |from: Instant, to: Instant| u64::try_from((to - from).as_nanos()).unwrap_or(u64::MAX);
+        times.calls += 1;
+        times.requests += requests as u64;
+        times.hits += hits as u64;
+        times.plan_and_launch_ns += nanoseconds(laps.start, laps.launched);
+        times.cold_ns += nanoseconds(laps.launched, laps.computed);
+        times.join_ns += nanoseconds(laps.computed, end);
+    }
+
+    /// What was timed so far, if anything is.
+    pub fn times(&self) -> Option<LayerTimes> {
+        self.times
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn calls_are_told_apart_by_how_much_of_them_ran_on_the_device() {
+        let mut watch = Stopwatch::new(true);
+        for hits in [0, 3, 8, 8] {
+            watch.start();
+            watch.launched();
+            watch.computed();
+            watch.stop(8, || hits);
+        }
+        let times = watch.times().unwrap();
+        assert_eq!([times.all_cold, times.mixed, times.all_hot].map(|t| (t.calls, t.hits)), [(1, 0), (1, 3), (2, 16)]);
+    }
+
+    #[test]
+    fn one_that_is_off_times_nothing() {
+        let mut watch = Stopwatch::new(false);
+        watch.start();
+        watch.stop(8, || 8);
+        assert_eq!(watch.times(), None);
+    }
+}
