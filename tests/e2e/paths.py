@@ -1,6 +1,7 @@
 """Where things are: the stock programs, the plugin, the launcher, the models, all below the repository root.
 
-MOE_HOT_PLUGIN and MOE_HOT_LAUNCHER name other builds of the plugin and the launcher (a sanitizer build, say).
+MOE_HOT_PLUGIN, MOE_HOT_LAUNCHER, MOE_HOT_FAKE and MOE_HOT_PROBE name other builds of the plugin, the launcher,
+FakeDevice and moe-probe (a sanitizer build, say).
 """
 
 import os
@@ -9,9 +10,10 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STOCK_BIN = REPOSITORY / "build/stock/bin"
-PROBE = REPOSITORY / "build/tests/moe-probe"
+PROBE = Path(os.environ.get("MOE_HOT_PROBE", REPOSITORY / "build/tests/moe-probe"))
 PLUGIN = Path(os.environ.get("MOE_HOT_PLUGIN", REPOSITORY / "target/release/libggml_moe_hot.so"))
 LAUNCHER = Path(os.environ.get("MOE_HOT_LAUNCHER", REPOSITORY / "target/release/moe-hot"))
+FAKE = Path(os.environ.get("MOE_HOT_FAKE", REPOSITORY / "target/release/libggml_fake.so"))
 SHIPPED_MODEL = REPOSITORY / "tests/models/moe-small.gguf"
 
 sys.path.insert(0, str(REPOSITORY / "tests/generate"))

@@ -105,6 +105,10 @@ class Probe:
         assert DEVICE in result.devices
         return result
 
+    def faking(self, model: Path, steps: list, environment: dict[str, str], **options) -> Result:
+        """In an environment of `fake.fake_environment`."""
+        return self._run({"model": str(model), "steps": steps, **options}, environment)
+
     def _run(self, scenario: dict, environment: dict[str, str]) -> Result:
         folder = self.folder / f"run-{self.n_runs}"
         self.n_runs += 1

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 POLL_S = 0.02
+NOT_INHERITED = ("GGML_", "LLAMA_", "MOE_HOT_", "FAKE_")
 PR_SET_PDEATHSIG = 1
 LIBC = ctypes.CDLL(None)
 
@@ -25,7 +26,7 @@ def stock_environment(**extra: str) -> dict[str, str]:
 
     Threads sleep at barriers instead of spinning: on a machine with other work a run takes 1 s instead of 10.
     """
-    ours = {name: value for name, value in os.environ.items() if not name.startswith(("GGML_", "LLAMA_", "MOE_HOT_"))}
+    ours = {name: value for name, value in os.environ.items() if not name.startswith(NOT_INHERITED)}
     return ours | {"OMP_WAIT_POLICY": "passive"} | extra
 
 

@@ -4,8 +4,8 @@
 // only, nothing of the plugin, which comes in by GGML_BACKEND_PATH. Exit code: 2 bad input, 1 failed run.
 //
 // RUN.json (all but "model" and "steps" may be left out):
-//   {"model": PATH, "load_mode": "mmap" | "none", "n_gpu_layers": 0, "rpc": "127.0.0.1:PORT", "cpu_moe": true,
-//    "repack": false, "contexts": 1, "n_ctx": 1024, "n_ubatch": 512, "n_seq": 1, "kv_unified": true,
+//   {"model": PATH, "load_mode": "mmap" | "none", "n_gpu_layers": 0, "rpc": "127.0.0.1:PORT", "device": NAME,
+//    "cpu_moe": true, "repack": false, "contexts": 1, "n_ctx": 1024, "n_ubatch": 512, "n_seq": 1, "kv_unified": true,
 //    "n_threads": 2, "count_experts": false, "embeddings": false, "lora": PATH, "steps": [STEP, ...]}
 // STEP, on context "context" (0):
 //   {"op": "decode", "sequences": [{"id": 0, "tokens": [...]}, ...], "outputs": "all" | "last" | "none"}
@@ -145,10 +145,21 @@ std::vector<ggml_backend_dev_t> rpc_devices(const std::string & endpoint) {
     return devices;
 }
 
+// A registered device, NULL-terminated.
+std::vector<ggml_backend_dev_t> device_by_name(const std::string & name) {
+    ggml_backend_dev_t device = ggml_backend_dev_by_name(name.c_str());
+    if (!device) {
+        throw std::runtime_error("no device " + name);
+    }
+    return {device, nullptr};
+}
+
 ModelPtr load_model(const json & run) {
     std::vector<ggml_backend_dev_t> devices = {nullptr};
     if (run.contains("rpc")) {
         devices = rpc_devices(run.at("rpc"));
+    } else if (run.contains("device")) {
+        devices = device_by_name(run.at("device"));
     }
     // the pattern and the buffer type of --cpu-moe (common/common.h)
     const llama_model_tensor_buft_override cpu_moe[] = {

@@ -1,0 +1,84 @@
+//! The two buffer types: the device's memory, and host memory of the device's choice (`FAKE_HOST_BUFFER`).
+
+use crate::{Shared, device, guard, memory, sys};
+use std::ffi::c_char;
+use std::ptr::null_mut;
+
+const ALIGNMENT: usize = 128;
+/// As CUDA does: quantized rows are padded, in memory, to a multiple of this many weights.
+const ROW_PADDING: i64 = 512;
+
+pub(crate) static DEVICE_TYPE: Shared<sys::ggml_backend_buffer_type> = Shared::new(sys::ggml_backend_buffer_type {
+    iface: sys::ggml_backend_buffer_type_i {
+        get_name: Some(get_name),
+        alloc_buffer: Some(alloc_buffer),
+        get_alignment: Some(get_alignment),
+        get_max_size: None,
+        get_alloc_size: Some(get_alloc_size),
+        is_host: None,
+    },
+    device: device::DEVICE.get(),
+    context: null_mut(),
+});
+
+pub(crate) static HOST_TYPE: Shared<sys::ggml_backend_buffer_type> = Shared::new(sys::ggml_backend_buffer_type {
+    iface: sys::ggml_backend_buffer_type_i {
+        get_name: Some(get_host_name),
+        alloc_buffer: Some(alloc_host_buffer),
+        get_alignment: Some(get_host_alignment),
+        get_max_size: None,
+        get_alloc_size: None,
+        is_host: Some(is_host),
+    },
+    device: device::DEVICE.get(),
+    context: null_mut(),
+});
+
+unsafe extern "C" fn get_name(_: sys::ggml_backend_buffer_type_t) -> *const c_char {
+    device::NAME.as_ptr()
+}
+
+unsafe extern "C" fn alloc_buffer(_: sys::ggml_backend_buffer_type_t, size: usize) -> sys::ggml_backend_buffer_t {
+    guard("allocating a buffer", null_mut(), || memory::allocate(size))
+}
+
+unsafe extern "C" fn get_alignment(_: sys::ggml_backend_buffer_type_t) -> usize {
+    ALIGNMENT
+}
+
+unsafe extern "C" fn get_alloc_size(_: sys::ggml_backend_buffer_type_t, tensor: *const sys::ggml_tensor) -> usize {
+    // SAFETY: ggml asks about a valid tensor.
+    guard("asking for a size", 0, || unsafe {
+        let remainder = (*tensor).ne[0] % ROW_PADDING;
+        let is_padded = sys::ggml_is_quantized((*tensor).type_) && remainder != 0;
+        let padding = if is_padded { sys::ggml_row_size((*tensor).type_, ROW_PADDING - remainder) } else { 0 };
+        sys::ggml_nbytes(tensor) + padding
+    })
+}
+
+unsafe extern "C" fn get_host_name(_: sys::ggml_backend_buffer_type_t) -> *const c_char {
+    c"Fake_Host".as_ptr()
+}
+
+/// ggml's own host buffer under our type, as CUDA's are.
+unsafe extern "C" fn alloc_host_buffer(_: sys::ggml_backend_buffer_type_t, size: usize) -> sys::ggml_backend_buffer_t {
+    // SAFETY: the CPU's buffer type is registered; the buffer is new and nobody else's.
+    guard("allocating a host buffer", null_mut(), || unsafe {
+        let buffer = sys::ggml_backend_buft_alloc_buffer(sys::ggml_backend_cpu_buffer_type(), size);
+        if !buffer.is_null() {
+            (*buffer).buft = HOST_TYPE.get();
+        }
+        buffer
+    })
+}
+
+unsafe extern "C" fn get_host_alignment(_: sys::ggml_backend_buffer_type_t) -> usize {
+    // SAFETY: the CPU's buffer type is a static of ggml's.
+    guard("asking for an alignment", ALIGNMENT, || unsafe {
+        sys::ggml_backend_buft_get_alignment(sys::ggml_backend_cpu_buffer_type())
+    })
+}
+
+unsafe extern "C" fn is_host(_: sys::ggml_backend_buffer_type_t) -> bool {
+    true
+}

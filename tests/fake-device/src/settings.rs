@@ -1,0 +1,139 @@
+//! Settings: numbers with names, from the environment (`FAKE_LATENCY_US=100`), from the file that `FAKE_CONTROL` names
+//! (`latency_us=100`, re-read while running whenever it changes), or from a host in this process (`fake_set`).
+
+use crate::{faults, say};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicI64, Ordering::Relaxed};
+use std::time::Duration;
+use std::{env, fs, thread};
+
+const PREFIX: &str = "FAKE_";
+const FAULT_PREFIX: &str = "fault_";
+/// Variables that are no numbers.
+const TEXTS: [&str; 4] = ["FAKE_LOAD", "FAKE_STATS", "FAKE_CONTROL", "FAKE_FAULT"];
+const CONTROL_INTERVAL: Duration = Duration::from_millis(20);
+
+/// One number with a name; flags are on where it is not 0.
+pub(crate) struct Setting {
+    name: &'static str,
+    value: AtomicI64,
+}
+
+impl Setting {
+    const fn new(name: &'static str, value: i64) -> Self {
+        Self { name, value: AtomicI64::new(value) }
+    }
+
+    /// A negative value counts as 0.
+    pub(crate) fn get(&self) -> u64 {
+        u64::try_from(self.value.load(Relaxed)).unwrap_or(0)
+    }
+
+    pub(crate) fn is_on(&self) -> bool {
+        self.get() != 0
+    }
+}
+
+macro_rules! settings {
+    ($($(#[$doc:meta])* $constant:ident = $name:literal, $default:literal;)*) => {
+        $($(#[$doc])* pub(crate) static $constant: Setting = Setting::new($name, $default);)*
+        static ALL: &[&Setting] = &[$(&$constant),*];
+    };
+}
+
+settings! {
+    CAPACITY_MIB = "capacity_mib", 4096;
+    /// Added to every graph.
+    LATENCY_US = "latency_us", 0;
+    /// Of copies between host and device, in MB (10^6 bytes) per second; 0 is unlimited.
+    BANDWIDTH_MBS = "bandwidth_mbs", 0;
+    /// Skips the mathematics.
+    NULL_COMPUTE = "null_compute", 0;
+    /// Restricts latency and null compute to small graphs with experts in them.
+    NULL_MUL_MAT_ID_ONLY = "null_mul_mat_id_only", 0;
+    /// Of each instance's inner CPU backend.
+    THREADS = "threads", 1;
+    /// The device is an integrated GPU. Read when it is asked for its type.
+    INTEGRATED = "integrated", 0;
+    /// The device has a host buffer type.
+    HOST_BUFFER = "host_buffer", 0;
+    /// Smaller asynchronous writes are no occasion for the faults `copy` and `hang`.
+    FAULT_MIN_BYTES = "fault_min_bytes", 0;
+    /// An allocation that is larger, or makes the total larger, fails; 0 is unlimited.
+    FAULT_ALLOC_OVER_MIB = "fault_alloc_over_mib", 0;
+}
+
+/// Changes a setting; a fault is `fault_` and its name in `FAKE_FAULT`. False if there is none of that name.
+pub(crate) fn set(name: &str, value: i64) -> bool {
+    match ALL.iter().find(|setting| setting.name == name) {
+        Some(setting) => {
+            setting.value.store(value, Relaxed);
+            true
+        }
+        None => name.strip_prefix(FAULT_PREFIX).is_some_and(|fault| faults::set(fault, value)),
+    }
+}
+
+/// Commands may be run by the caller where they would take no time anyway.
+pub(crate) fn may_run_inline() -> bool {
+    NULL_COMPUTE.is_on() && LATENCY_US.get() == 0 && BANDWIDTH_MBS.get() == 0
+}
+
+/// Reads every variable that begins with `FAKE_`; the error says which one is wrong.
+pub(crate) fn load_environment() -> Result<(), String> {
+    for (variable, value) in env::vars().filter(|(name, _)| name.starts_with(PREFIX)) {
+        if !TEXTS.contains(&variable.as_str()) {
+            assign(&variable[PREFIX.len()..].to_lowercase(), &value).map_err(|error| format!("{variable}: {error}"))?;
+        }
+    }
+    for fault in env::var("FAKE_FAULT").unwrap_or_default().split(',').filter(|word| !word.is_empty()) {
+        assign_line(&format!("{FAULT_PREFIX}{fault}")).map_err(|error| format!("FAKE_FAULT: {error}"))?;
+    }
+    if let Some(path) = env::var_os("FAKE_CONTROL").filter(|path| !path.is_empty()) {
+        let path = PathBuf::from(path);
+        thread::spawn(move || follow(&path));
+    }
+    Ok(())
+}
+
+fn assign_line(line: &str) -> Result<(), String> {
+    let (name, value) = line.split_once('=').ok_or_else(|| format!("\"{line}\" is not of the form name=number"))?;
+    assign(name.trim(), value.trim())
+}
+
+fn assign(name: &str, value: &str) -> Result<(), String> {
+    let number = value.parse().map_err(|_| format!("\"{value}\" is not a whole number"))?;
+    if set(name, number) { Ok(()) } else { Err(format!("there is no setting \"{name}\"")) }
+}
+
+/// Applies the file's lines now and whenever it has changed; for ever.
+fn follow(path: &Path) {
+    let mut seen = None;
+    loop {
+        let now = fs::metadata(path).ok().and_then(|data| Some((data.modified().ok()?, data.len())));
+        if now.is_some() && now != seen {
+            seen = now;
+            for line in fs::read_to_string(path).unwrap_or_default().lines().filter(|line| !line.trim().is_empty()) {
+                if let Err(error) = assign_line(line) {
+                    say(&format!("FAKE_CONTROL: {}: {error}", path.display()));
+                }
+            }
+        }
+        thread::sleep(CONTROL_INTERVAL);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_not_known_or_no_number_is_refused_by_name() {
+        assert!(assign_line("capacity_mib=4096").is_ok());
+        assert!(assign_line("capacity=1").unwrap_err().contains("capacity"));
+        assert!(assign_line("latency_us=soon").unwrap_err().contains("soon"));
+        assert!(assign_line("latency_us").is_err());
+        assert!(assign_line("fault_nothing=1").is_err());
+        assert!(assign_line("fault_init_once=0").is_ok());
+    }
+}
