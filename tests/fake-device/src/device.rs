@@ -105,9 +105,10 @@ unsafe extern "C" fn supports_op(_: sys::ggml_backend_dev_t, op: *const sys::ggm
                 && sys::ggml_backend_buft_get_device((*buffer).buft) == cpu
                 && !sys::ggml_backend_buffer_is_host(buffer)
         };
+        let sources = (*op).src;
         !HOST_FUNCTIONS.contains(&(*op).op)
             && !cpu.is_null()
-            && !(&(*op).src).iter().any(is_repacked)
+            && !sources.iter().any(is_repacked)
             && sys::ggml_backend_dev_supports_op(cpu, op)
     })
 }

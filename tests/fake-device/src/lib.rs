@@ -17,6 +17,8 @@ mod snapshot;
 mod stats;
 #[cfg(test)]
 mod testing;
+#[cfg(test)]
+mod tests;
 
 use std::cell::UnsafeCell;
 use std::panic::{AssertUnwindSafe, catch_unwind};

@@ -54,6 +54,7 @@ pub(crate) struct Queue {
 struct State {
     commands: VecDeque<(Instant, Command)>,
     is_busy: bool,
+    #[allow(clippy::vec_box)] // they go into commands and come back as they are
     spare: Vec<Box<Snapshot>>,
 }
 

@@ -4,7 +4,7 @@
 use crate::{faults, say};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicI64, Ordering::Relaxed};
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 use std::{env, fs, thread};
 
 const PREFIX: &str = "FAKE_";
@@ -16,12 +16,19 @@ const CONTROL_INTERVAL: Duration = Duration::from_millis(20);
 /// One number with a name; flags are on where it is not 0.
 pub(crate) struct Setting {
     name: &'static str,
+    #[cfg(test)]
+    default: i64,
     value: AtomicI64,
 }
 
 impl Setting {
-    const fn new(name: &'static str, value: i64) -> Self {
-        Self { name, value: AtomicI64::new(value) }
+    const fn new(name: &'static str, default: i64) -> Self {
+        Self {
+            name,
+            #[cfg(test)]
+            default,
+            value: AtomicI64::new(default),
+        }
     }
 
     /// A negative value counts as 0.
@@ -74,6 +81,13 @@ pub(crate) fn set(name: &str, value: i64) -> bool {
     }
 }
 
+/// All as at the start, and no faults.
+#[cfg(test)]
+pub(crate) fn reset() {
+    ALL.iter().for_each(|setting| setting.value.store(setting.default, Relaxed));
+    ["alloc", "copy", "hang", "compute", "init"].iter().for_each(|fault| assert!(faults::set(fault, 0)));
+}
+
 /// Commands may be run by the caller where they would take no time anyway.
 pub(crate) fn may_run_inline() -> bool {
     NULL_COMPUTE.is_on() && LATENCY_US.get() == 0 && BANDWIDTH_MBS.get() == 0
@@ -91,7 +105,8 @@ pub(crate) fn load_environment() -> Result<(), String> {
     }
     if let Some(path) = env::var_os("FAKE_CONTROL").filter(|path| !path.is_empty()) {
         let path = PathBuf::from(path);
-        thread::spawn(move || follow(&path));
+        let seen = apply_file(&path, None);
+        thread::spawn(move || follow(&path, seen));
     }
     Ok(())
 }
@@ -106,29 +121,58 @@ fn assign(name: &str, value: &str) -> Result<(), String> {
     if set(name, number) { Ok(()) } else { Err(format!("there is no setting \"{name}\"")) }
 }
 
-/// Applies the file's lines now and whenever it has changed; for ever.
-fn follow(path: &Path) {
-    let mut seen = None;
-    loop {
-        let now = fs::metadata(path).ok().and_then(|data| Some((data.modified().ok()?, data.len())));
-        if now.is_some() && now != seen {
-            seen = now;
-            for line in fs::read_to_string(path).unwrap_or_default().lines().filter(|line| !line.trim().is_empty()) {
-                if let Err(error) = assign_line(line) {
-                    say(&format!("FAKE_CONTROL: {}: {error}", path.display()));
-                }
-            }
+/// What tells one state of the file from the next.
+type Version = Option<(SystemTime, u64)>;
+
+/// Applies the file's lines unless it is still the version `seen`; returns the version applied last.
+fn apply_file(path: &Path, seen: Version) -> Version {
+    let now = fs::metadata(path).ok().and_then(|data| Some((data.modified().ok()?, data.len())));
+    if now.is_none() || now == seen {
+        return seen;
+    }
+    for line in fs::read_to_string(path).unwrap_or_default().lines().filter(|line| !line.trim().is_empty()) {
+        if let Err(error) = assign_line(line) {
+            say(&format!("FAKE_CONTROL: {}: {error}", path.display()));
         }
+    }
+    now
+}
+
+/// Applies the file whenever it has changed; for ever.
+fn follow(path: &Path, mut seen: Version) {
+    loop {
         thread::sleep(CONTROL_INTERVAL);
+        seen = apply_file(path, seen);
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::testing::Rig;
+    use std::time::Instant;
+
+    #[test]
+    fn the_control_file_is_followed() {
+        const WITHIN: Duration = Duration::from_secs(5);
+        let _turn = Rig::new();
+        let path = env::temp_dir().join(format!("fake-device-control-{}", std::process::id()));
+        let file = path.clone();
+        thread::spawn(move || follow(&file, None));
+        for latency in [3, 14, 15] {
+            fs::write(&path, format!("null_compute=1\n\nlatency_us={latency}\n")).unwrap();
+            let deadline = Instant::now() + WITHIN;
+            while LATENCY_US.get() != latency {
+                assert!(Instant::now() < deadline);
+                thread::sleep(CONTROL_INTERVAL);
+            }
+        }
+        fs::remove_file(&path).unwrap();
+    }
 
     #[test]
     fn what_is_not_known_or_no_number_is_refused_by_name() {
+        let _turn = Rig::new();
         assert!(assign_line("capacity_mib=4096").is_ok());
         assert!(assign_line("capacity=1").unwrap_err().contains("capacity"));
         assert!(assign_line("latency_us=soon").unwrap_err().contains("soon"));
