@@ -98,3 +98,27 @@ unsafe extern "C" fn fake_set(name: *const c_char, value: i64) -> bool {
         settings::set(&name, value)
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::Rig;
+    use std::mem::transmute;
+
+    #[test]
+    fn a_host_in_this_process_reads_counters_and_changes_settings() {
+        let _turn = Rig::new();
+        // SAFETY: the registry is complete; both functions have the types that this module gives them.
+        unsafe {
+            let find = |name: &CStr| sys::ggml_backend_reg_get_proc_address(REGISTRY.get(), name.as_ptr());
+            let stat: unsafe extern "C" fn(*const c_char) -> u64 = transmute(find(c"fake_stat"));
+            let set: unsafe extern "C" fn(*const c_char, i64) -> bool = transmute(find(c"fake_set"));
+            assert!(stat(c"allocations".as_ptr()) > 0);
+            assert_eq!(stat(c"nothing".as_ptr()), u64::MAX);
+            assert!(set(c"latency_us".as_ptr(), 5) && set(c"fault_alloc".as_ptr(), 0));
+            assert_eq!(settings::LATENCY_US.get(), 5);
+            assert!(!set(c"nothing".as_ptr(), 5));
+            assert!(find(c"ggml_backend_set_n_threads").is_null());
+        }
+    }
+}
