@@ -17,7 +17,7 @@ pub const HOT_CACHE_MAX_MIB: &str = "LLAMA_ARG_MOE_HOT_CACHE_MAX_MIB";
 pub const HOT_CACHE_AUTO_RESERVE_MIB: &str = "LLAMA_ARG_MOE_HOT_CACHE_AUTO_RESERVE_MIB";
 /// Environment name of `--moe-hot-cache-device`.
 pub const HOT_CACHE_DEVICE: &str = "LLAMA_ARG_MOE_HOT_CACHE_DEVICE";
-/// For tests only: so many slots per layer, whatever the budget allows.
+/// For tests only: so many slots per layer (as far as the budget allows), filled before the next batch is computed.
 pub const TEST_SLOTS: &str = "MOE_HOT_TEST_SLOTS";
 /// For tests only: a file that timings are written to.
 pub const TEST_TIMINGS: &str = "MOE_HOT_TEST_TIMINGS";

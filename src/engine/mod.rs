@@ -201,7 +201,13 @@ impl Engine {
             stop: stop.clone(),
         };
         match std::thread::Builder::new().name("moe-hot-fill".into()).spawn(|| fill.run()) {
-            Ok(thread) => state.fillers.push(Filler { stop, thread: Some(thread) }),
+            Ok(thread) => {
+                if self.config.test_slots.is_some() {
+                    let _ = thread.join();
+                } else {
+                    state.fillers.push(Filler { stop, thread: Some(thread) });
+                }
+            }
             Err(error) => log(Level::Warn, &format!("no hot cache: no thread to fill it ({error})")),
         }
     }
