@@ -62,7 +62,12 @@ impl Copier {
     }
 
     /// Copies what `read` puts into the staging block into a slot, and waits for it.
-    pub fn copy(&mut self, writer: &Arc<PoolWriter>, slot: Slot, read: impl FnOnce(&mut Vec<u8>) -> Option<()>) -> Copied {
+    pub fn copy(
+        &mut self,
+        writer: &Arc<PoolWriter>,
+        slot: Slot,
+        read: impl FnOnce(&mut Vec<u8>) -> Option<()>,
+    ) -> Copied {
         let Some(mut staging) = self.staging.take() else { return Copied::Lost };
         if read(&mut staging).is_none() {
             self.staging = Some(staging);

@@ -14,8 +14,9 @@ const GRANULARITY: Bytes = Bytes(2 << 20);
 /// The error is a reason for users.
 pub fn choose(config: &Config) -> Result<Device, String> {
     let Some(name) = &config.device else {
-        return Device::local_gpu()
-            .ok_or_else(|| "no GPU with memory of its own was found (--moe-hot-cache-device names another device)".into());
+        return Device::local_gpu().ok_or_else(|| {
+            "no GPU with memory of its own was found (--moe-hot-cache-device names another device)".into()
+        });
     };
     match Device::named(name) {
         Some(device) if device.buffer_type().is_some() && !device.is_ours() => Ok(device),
@@ -63,7 +64,10 @@ impl HotDevice {
     pub fn turn_off(&self, reason: &str) {
         if !self.off.swap(true, Relaxed) {
             let name = self.device.name();
-            log(Level::Warn, &format!("hot cache off on {name}: {reason}; experts run on the CPU, answers stay the same"));
+            log(
+                Level::Warn,
+                &format!("hot cache off on {name}: {reason}; experts run on the CPU, answers stay the same"),
+            );
         }
     }
 
@@ -116,13 +120,6 @@ impl HotDevice {
 
     fn used(&self) -> std::sync::MutexGuard<'_, Bytes> {
         self.used.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl Claim {
-    /// How many bytes.
-    pub fn bytes(&self) -> Bytes {
-        self.bytes
     }
 }
 

@@ -99,7 +99,11 @@ impl Fill {
             log(Level::Warn, &format!("not cached, on the CPU as before: layers {}: {reason}", layers.join(", ")));
         }
         candidates.sort_by_key(|candidate| candidate.number);
-        if candidates.is_empty() { Err("no layer of this model can be cached".into()) } else { Ok((candidates, Bytes(scratch as u64))) }
+        if candidates.is_empty() {
+            Err("no layer of this model can be cached".into())
+        } else {
+            Ok((candidates, Bytes(scratch as u64)))
+        }
     }
 
     fn candidate(&self, layer: &Arc<Layer>, demand: &Demand) -> Result<(Candidate, usize), Reason> {
@@ -113,7 +117,8 @@ impl Fill {
         let device = self.device.device();
         let mut scratch = 0;
         for ffn in &ffns {
-            let trial = try_out(device, ffn, self.config.max_hot_rows(ffn.n_used)).map_err(|error| error.to_string())?;
+            let trial =
+                try_out(device, ffn, self.config.max_hot_rows(ffn.n_used)).map_err(|error| error.to_string())?;
             if let Some(op) = trial.unsupported {
                 return Err(format!("{} cannot compute {op}", device.name()));
             }
@@ -152,9 +157,10 @@ impl Fill {
     /// Plans and allocates; where the device gives less than planned, again with half of the budget.
     fn allocate(&self, candidates: &[Candidate], scratch: Bytes) -> Result<(Plan, Vec<Option<Filled>>), Reason> {
         let name = self.device.device().name();
-        let rule = self.config.test_slots.map_or(SlotRule::AtLeastAThird, |slots| {
-            SlotRule::Exactly(u16::try_from(slots).unwrap_or(u16::MAX))
-        });
+        let rule = self
+            .config
+            .test_slots
+            .map_or(SlotRule::AtLeastAThird, |slots| SlotRule::Exactly(u16::try_from(slots).unwrap_or(u16::MAX)));
         let demands: Vec<_> = candidates.iter().map(|candidate| candidate.demand.clone()).collect();
         let mut budget = self.device.available().saturating_sub(scratch);
         let mut failed = String::new();
@@ -274,7 +280,8 @@ fn counts(demand: &Demand, layer: u32, n_expert: u16) -> Result<Option<Vec<u64>>
     let mut counts = vec![0; n_expert.into()];
     for &(expert, count) in &recorded.requests {
         let place = usize::try_from(expert).ok().and_then(|expert| counts.get_mut(expert));
-        *place.ok_or_else(|| format!("the profile counts expert {expert}, this model has {n_expert} per layer"))? = count;
+        *place.ok_or_else(|| format!("the profile counts expert {expert}, this model has {n_expert} per layer"))? =
+            count;
     }
     Ok(Some(counts))
 }

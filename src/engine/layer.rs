@@ -68,8 +68,7 @@ impl Layer {
     /// A layer of which nothing was computed yet.
     pub fn new(number: u32, weights: Tensor<'_>, n_used: u32) -> Self {
         let n_expert = u32::try_from(weights.ne(2)).unwrap_or(u32::MAX);
-        let seen =
-            Sight { shape: Shape::Partial("not seen"), parts: Vec::new(), ffns: Vec::new(), reason: None };
+        let seen = Sight { shape: Shape::Partial("not seen"), parts: Vec::new(), ffns: Vec::new(), reason: None };
         Self {
             counts: LayerCounts::new(number, n_expert),
             n_used,

@@ -111,7 +111,8 @@ impl Engine {
     }
 
     fn hot_device(&self) -> &Result<Arc<HotDevice>, String> {
-        self.hot_device.get_or_init(|| device::choose(&self.config).map(|device| Arc::new(HotDevice::new(device, &self.config))))
+        self.hot_device
+            .get_or_init(|| device::choose(&self.config).map(|device| Arc::new(HotDevice::new(device, &self.config))))
     }
 
     /// Why there is nothing to win, and whether the user should hear of it unasked.
@@ -127,7 +128,9 @@ impl Engine {
         }
         if self.config.offload_min_batch <= 1 {
             let threshold = self.config.offload_min_batch;
-            return warn(format!("{OFFLOAD_MIN_BATCH} is {threshold}, so every batch is llama.cpp's; nothing is recorded or cached"));
+            return warn(format!(
+                "{OFFLOAD_MIN_BATCH} is {threshold}, so every batch is llama.cpp's; nothing is recorded or cached"
+            ));
         }
         // A device that the user has named is his own choice.
         if let (None, Some(device)) = (&self.config.device, Device::shared_memory_gpu()) {

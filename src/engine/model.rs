@@ -4,8 +4,8 @@ use super::layer::Layer;
 use super::recorder::Output;
 use crate::ggml::Tensor;
 use crate::routing::{
-    BatchCounts, Counter, Counts, LayerPerf, LayerRecord, ModelId, MoeHot, Profile, SCHEMA, Summary,
-    TensorId, combine_fingerprints, ratio,
+    BatchCounts, Counter, Counts, LayerPerf, LayerRecord, ModelId, MoeHot, Profile, SCHEMA, Summary, TensorId,
+    combine_fingerprints, ratio,
 };
 use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};

@@ -122,8 +122,11 @@ impl Lanes {
         let (cold, requests) = (&mut self.cold, &self.cold_requests);
         let meanwhile = || {
             watch.launched();
-            let status =
-                if requests.is_empty() { Ok(sys::GGML_STATUS_SUCCESS) } else { cold.compute_requests(split, ffn, requests) };
+            let status = if requests.is_empty() {
+                Ok(sys::GGML_STATUS_SUCCESS)
+            } else {
+                cold.compute_requests(split, ffn, requests)
+            };
             watch.computed();
             status
         };

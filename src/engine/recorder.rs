@@ -88,7 +88,9 @@ fn report_cache(config: &Config, model: &Model) {
     let graphs = graphs_built();
     log(
         Level::Warn,
-        &format!("hot cache: {hits} hits, {misses} misses, hit rate {rate:.1} %; {copied:.1} MiB copied, {graphs} graphs made"),
+        &format!(
+            "hot cache: {hits} hits, {misses} misses, hit rate {rate:.1} %; {copied:.1} MiB copied, {graphs} graphs made"
+        ),
     );
 }
 

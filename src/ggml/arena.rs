@@ -137,7 +137,7 @@ impl GraphBuilder {
         let end = offset.checked_add(self.alloc_size(tensor, memory.buffer_type()));
         // SAFETY: `raw` is a valid tensor of our context.
         let is_placed = unsafe { !(*raw).buffer.is_null() || !(*raw).data.is_null() || !(*raw).view_src.is_null() };
-        if is_placed || end.is_none_or(|end| end > memory.size()) || offset % memory.alignment() != 0 {
+        if is_placed || end.is_none_or(|end| end > memory.size()) || !offset.is_multiple_of(memory.alignment()) {
             return Err(Error::Ggml("a place for a tensor"));
         }
         // SAFETY: the tensor has no place yet and, by the check above, the range lies inside the buffer.

@@ -150,7 +150,13 @@ impl Backend {
         for Upload { tensor, offset, bytes } in uploads {
             // SAFETY: ranges were checked; the bytes are borrowed until `_wait` is dropped.
             unsafe {
-                sys::ggml_backend_tensor_set_async(raw, graph.tensor(*tensor), bytes.as_ptr().cast(), *offset, bytes.len());
+                sys::ggml_backend_tensor_set_async(
+                    raw,
+                    graph.tensor(*tensor),
+                    bytes.as_ptr().cast(),
+                    *offset,
+                    bytes.len(),
+                );
             }
         }
         Ok(())

@@ -185,8 +185,7 @@ impl<'s, 'a> Reader<'s, 'a> {
         if node.src(MAX_SOURCES).is_some() {
             return Err("an operation with more sources than expected");
         }
-        let step =
-            Step { op: node.op(), params: node.op_params(), ne0: node.ne(0) as i64, rows, sources, offset: 0 };
+        let step = Step { op: node.op(), params: node.op_params(), ne0: node.ne(0) as i64, rows, sources, offset: 0 };
         self.ffn.output_at = number;
         self.push(node, step);
         Ok(())
@@ -199,13 +198,7 @@ impl<'s, 'a> Reader<'s, 'a> {
         index
     }
 
-    fn source(
-        &mut self,
-        number: usize,
-        node: &Tensor<'a>,
-        index: usize,
-        tensor: Tensor<'a>,
-    ) -> Result<Source, Reason> {
+    fn source(&mut self, number: usize, node: &Tensor<'a>, index: usize, tensor: Tensor<'a>) -> Result<Source, Reason> {
         if tensor.is(&self.ids) {
             return Ok(Source::Ids);
         }
@@ -316,11 +309,7 @@ impl<'s, 'a> Reader<'s, 'a> {
 fn is_only_a_view(op: sys::ggml_op) -> bool {
     matches!(
         op,
-        sys::GGML_OP_NONE
-            | sys::GGML_OP_VIEW
-            | sys::GGML_OP_RESHAPE
-            | sys::GGML_OP_PERMUTE
-            | sys::GGML_OP_TRANSPOSE
+        sys::GGML_OP_NONE | sys::GGML_OP_VIEW | sys::GGML_OP_RESHAPE | sys::GGML_OP_PERMUTE | sys::GGML_OP_TRANSPOSE
     )
 }
 

@@ -143,7 +143,11 @@ mod tests {
         std::thread::scope(|scope| {
             for first in [0, 4] {
                 let counts = &counts;
-                scope.spawn(move || (0..BATCHES).for_each(|_| drop(counts.add(1, cold(&[first, first + 1, first + 2])))));
+                scope.spawn(move || {
+                    for _ in 0..BATCHES {
+                        counts.add(1, cold(&[first, first + 1, first + 2]));
+                    }
+                });
             }
             while counts.calls() < 2 * BATCHES {
                 let seen = counts.snapshot();
