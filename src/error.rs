@@ -1,7 +1,7 @@
 //! The library's one error type: what went wrong, where, and the offending value.
 #![forbid(unsafe_code)]
 
-use crate::routing::ProfileFault;
+use crate::routing::{Mismatch, ProfileFault};
 use std::io;
 use std::path::PathBuf;
 
@@ -82,6 +82,16 @@ pub enum Error {
         path: PathBuf,
         /// What is wrong.
         what: ProfileFault,
+    },
+    /// A profile of another model than the one to be started.
+    #[error("{profile}: was recorded from another model than {model}: {what}; expected a profile of this model")]
+    OtherModel {
+        /// The profile's file.
+        profile: PathBuf,
+        /// The model's file.
+        model: PathBuf,
+        /// How they differ.
+        what: Mismatch,
     },
 }
 

@@ -9,6 +9,7 @@ pub mod config;
 pub mod engine;
 mod error;
 pub mod ggml;
+pub mod gguf;
 pub mod lanes;
 pub mod moe;
 pub mod perf;

@@ -1,8 +1,10 @@
 //! Our own flags, which stand among the program's arguments.
 
+use crate::Error;
 use crate::config::{
     self, Budget, HOT_CACHE, HOT_CACHE_AUTO_RESERVE_MIB, HOT_CACHE_DEVICE, HOT_CACHE_MAX_MIB, PERF_OUT, Reserve,
 };
+use crate::gguf::ModelFile;
 use crate::routing::{Demand, Profile, folder_of};
 use anyhow::{Context, Result, anyhow, bail};
 use clap::builder::NonEmptyStringValueParser;
@@ -47,7 +49,9 @@ impl MoeFlags {
     }
 
     /// Adds what the environment says, checks what can be known before the program starts, and makes paths absolute.
-    pub fn validate(&mut self) -> Result<()> {
+    ///
+    /// `model` is the model's file, where the program's arguments name one.
+    pub fn validate(&mut self, model: Option<&ModelFile>) -> Result<()> {
         let options = self.cache_options();
         self.add_environment()?;
         if let (None, Some(flag)) = (&self.hot_cache, options) {
@@ -57,7 +61,7 @@ impl MoeFlags {
             *path = check_output(path).context("--moe-layer-perf-out")?;
         }
         if let Some(path) = &mut self.hot_cache {
-            *path = check_input(path).context("--moe-hot-cache")?;
+            *path = check_input(path, model).context("--moe-hot-cache")?;
         }
         Ok(())
     }
@@ -169,10 +173,14 @@ fn check_output(path: &Path) -> Result<PathBuf> {
     Ok(path)
 }
 
-/// A profile to read: absolute.
-fn check_input(path: &Path) -> Result<PathBuf> {
+/// A profile to read: absolute, whole, and of this model.
+fn check_input(path: &Path, model: Option<&ModelFile>) -> Result<PathBuf> {
     let path = std::path::absolute(path).with_context(|| format!("{path:?}: expected a file name"))?;
-    Demand::read(&path)?;
+    let demand = Demand::read(&path)?;
+    if let Some(model) = model {
+        let other = |what| Error::OtherModel { profile: path.clone(), model: model.path().into(), what };
+        demand.check_model(model).map_err(other)?;
+    }
     Ok(path)
 }
 

@@ -1,8 +1,10 @@
 //! Starting the program: environment, expert placement, exec.
 
+use super::args::MODEL;
 use super::program::{Program, places_experts};
 use super::{Failure, flags};
 use crate::config::NO_HOST;
+use crate::gguf::ModelFile;
 use anyhow::{Context, Result, anyhow, ensure};
 use std::env;
 use std::ffi::OsString;
@@ -48,7 +50,8 @@ fn prepare(command: Vec<OsString>, own_folder: &Path, plugin: &Path) -> Result<C
     let mut command = command.into_iter();
     let name = command.next().context("expected a llama.cpp program such as llama-server")?;
     let (mut flags, args) = flags::take(command.collect())?;
-    flags.validate()?;
+    let model = MODEL.value(&args).and_then(|path| ModelFile::open(Path::new(&path)).ok());
+    flags.validate(model.as_ref())?;
     refuse_another_backend(plugin)?;
     let program = Program::find(&name, own_folder)?;
     program.check_revision()?;

@@ -3,6 +3,7 @@
 //! Bad input ends with exit code 2, a failure with 1, each with one line that says what was expected.
 #![forbid(unsafe_code)]
 
+mod args;
 mod flags;
 mod launch;
 mod program;

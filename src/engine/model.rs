@@ -5,7 +5,7 @@ use super::recorder::Output;
 use crate::ggml::Tensor;
 use crate::routing::{
     BatchCounts, Counter, Counts, LayerPerf, LayerRecord, ModelId, MoeHot, Profile, SCHEMA, Summary, TensorId,
-    combine_fingerprints, ratio,
+    combine_fingerprints, layer_number, ratio,
 };
 use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
@@ -241,21 +241,4 @@ fn fingerprint(weights: Tensor<'_>) -> String {
         n_bytes: weights.n_bytes(),
     };
     id.fingerprint(|offset, len| weights.weight_bytes(offset, len))
-}
-
-/// The N of `blk.N.` in a tensor's name. For numbering only.
-fn layer_number(name: &str) -> Option<u32> {
-    name.strip_prefix("blk.")?.split_once('.')?.0.parse().ok()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn layers_are_numbered_by_their_names() {
-        assert_eq!(layer_number("blk.17.ffn_up_exps.weight"), Some(17));
-        assert_eq!(layer_number("blk.x.ffn_up_exps.weight"), None);
-        assert_eq!(layer_number("output.weight"), None);
-    }
 }

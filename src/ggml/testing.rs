@@ -1,6 +1,6 @@
 //! A safe way for unit tests to build graphs without memory behind them.
 
-use super::{BufferType, Graph, Tensor, sys};
+use super::{BufferType, Graph, Tensor, c_text, sys};
 use std::ptr::{NonNull, null_mut};
 
 /// Owns the tensors and graphs of one test.
@@ -136,4 +136,13 @@ impl Drop for Builder {
         // SAFETY: we own the context; all handles borrow from us.
         unsafe { sys::ggml_free(self.raw.as_ptr()) };
     }
+}
+
+/// ggml's own name, elements and bytes per block of a type; `None` if it has no such type.
+pub fn type_facts(id: u32) -> Option<(String, u64, u64)> {
+    let id = Some(id).filter(|&id| id < sys::GGML_TYPE_COUNT)?;
+    // SAFETY: the id is in ggml's table; the name is a literal.
+    let (name, block, bytes) =
+        unsafe { (c_text(sys::ggml_type_name(id)), sys::ggml_blck_size(id), sys::ggml_type_size(id)) };
+    (block > 0).then(|| (name.into_owned(), block as u64, bytes as u64))
 }

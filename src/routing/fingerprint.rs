@@ -25,7 +25,7 @@ impl TensorId<'_> {
     /// 16 hex digits: the start of SHA-256 over the identity and the sampled bytes.
     ///
     /// `read(offset, len)` returns bytes of the tensor; where it returns nothing only the identity counts.
-    pub fn fingerprint<'b>(&self, read: impl Fn(usize, usize) -> Option<&'b [u8]>) -> String {
+    pub fn fingerprint<B: AsRef<[u8]>>(&self, read: impl Fn(usize, usize) -> Option<B>) -> String {
         let mut hash = Sha256::new();
         for text in [self.name, self.type_name] {
             hash.update(text.as_bytes());
@@ -43,6 +43,11 @@ impl TensorId<'_> {
         }
         digits(hash)
     }
+}
+
+/// The N of `blk.N.` in a tensor's name. For numbering only.
+pub fn layer_number(name: &str) -> Option<u32> {
+    name.strip_prefix("blk.")?.split_once('.')?.0.parse().ok()
 }
 
 /// One fingerprint for a set of them, in the order given.
@@ -79,6 +84,13 @@ mod tests {
         let mut last = bytes.clone();
         last[998] = 2;
         assert_ne!(base, fingerprint("a", [10, 25, 1, 1], &last));
+    }
+
+    #[test]
+    fn layers_are_numbered_by_their_names() {
+        assert_eq!(layer_number("blk.17.ffn_up_exps.weight"), Some(17));
+        assert_eq!(layer_number("blk.x.ffn_up_exps.weight"), None);
+        assert_eq!(layer_number("output.weight"), None);
     }
 
     #[test]

@@ -24,6 +24,8 @@ const BYTE_ORDER_MARK: char = '\u{feff}';
 pub struct Demand {
     /// By layer number, 0 to 65,535; at least one.
     pub layers: BTreeMap<u32, LayerDemand>,
+    /// Experts per layer, the largest where layers differ, 1 to 65,536, if the profile says so.
+    pub n_expert: Option<u32>,
     /// The model that was recorded, if the profile says so; other programs' profiles do not.
     pub model: Option<ModelId>,
 }
@@ -31,7 +33,7 @@ pub struct Demand {
 /// How often each expert of one layer was asked for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LayerDemand {
-    /// Experts in the layer, 1 to 65,536, if the profile says so.
+    /// Experts in this layer, 1 to 65,536, if the profile says so; other programs' profiles do not.
     pub n_expert: Option<u32>,
     /// `(expert, requests)`, ordered by expert, each once, without zeros; empty if nothing was asked for.
     ///
@@ -58,19 +60,19 @@ impl Demand {
         let mut total = 0u64;
         for (index, Object(entry)) in file.layers.into_iter().enumerate() {
             let layer = layer_number("layers", index, &entry.layer)?;
-            let n_expert = n_expert_by_layer.get(&layer).copied().or(n_expert);
-            let requests = entry.requests(layer, n_expert.unwrap_or(MAX_EXPERTS))?;
+            let own = n_expert_by_layer.get(&layer).copied();
+            let requests = entry.requests(layer, own.or(n_expert).unwrap_or(MAX_EXPERTS))?;
             for &(_, count) in &requests {
                 total = total.checked_add(count).ok_or(ProfileFault::Overflow { layer })?;
             }
-            if layers.insert(layer, LayerDemand { n_expert, requests }).is_some() {
+            if layers.insert(layer, LayerDemand { n_expert: own, requests }).is_some() {
                 return Err(ProfileFault::DuplicateLayer { section: "layers", layer });
             }
         }
         if total == 0 {
             return Err(ProfileFault::NoCounts);
         }
-        Ok(Self { layers, model: file.model.map(|model| model.0) })
+        Ok(Self { layers, n_expert, model: file.model.map(|model| model.0) })
     }
 }
 

@@ -1,0 +1,300 @@
+//! One file's header: magic, metadata (passed over but for three keys), and the table of tensors.
+
+use super::Type;
+use std::collections::BTreeMap;
+use std::io::{self, BufReader, Read, Seek};
+
+const MAGIC: &[u8; 4] = b"GGUF";
+/// Versions that differ in nothing we read.
+const VERSIONS: [u32; 2] = [2, 3];
+/// Metadata and tensor table together; tokenizers take a few MiB.
+const MAX_HEADER_BYTES: u64 = 256 << 20;
+/// The largest models have a few thousand.
+const MAX_TENSORS: u64 = 100_000;
+/// Metadata entries; models have a few dozen.
+const MAX_ENTRIES: u64 = 100_000;
+/// Of a key; GGUF's own limit.
+const MAX_KEY_BYTES: u64 = 65_535;
+/// Of a tensor's name; `GGML_MAX_NAME` less its NUL.
+const MAX_NAME_BYTES: u64 = 63;
+/// `GGML_MAX_DIMS`.
+const MAX_DIMS: u32 = 4;
+/// Where a file does not say.
+const DEFAULT_ALIGNMENT: u64 = 32;
+/// More parts than any split model has.
+const MAX_PARTS: u64 = 10_000;
+
+/// Why a file's header cannot be read.
+#[non_exhaustive]
+#[derive(Debug, thiserror::Error)]
+pub enum GgufFault {
+    /// The system's answer.
+    #[error("cannot be read: {0}")]
+    Io(#[from] io::Error),
+    /// A folder, a pipe, a device.
+    #[error("is not a regular file")]
+    NotRegular,
+    /// Another kind of file.
+    #[error("begins with {0:?}; expected \"GGUF\"")]
+    Magic(String),
+    /// Too old, too new, or of the other byte order.
+    #[error("GGUF version {0}; expected 2 or 3")]
+    Version(u32),
+    /// The file ends, or the header does not.
+    #[error("its header ends at byte {0}, in the middle, or is larger than 256 MiB")]
+    Truncated(u64),
+    /// A number above its limit.
+    #[error("{what}: {value}; expected at most {max}")]
+    TooMany {
+        /// Of what.
+        what: &'static str,
+        /// What the file says.
+        value: u64,
+        /// What we read at most.
+        max: u64,
+    },
+    /// A key or name.
+    #[error("a key or tensor name is not UTF-8")]
+    NotText,
+    /// A metadata entry.
+    #[error("key {key:?} has a value of type {kind}; expected {expected}")]
+    Kind {
+        /// The key.
+        key: String,
+        /// The value's type number.
+        kind: u32,
+        /// What it should be.
+        expected: &'static str,
+    },
+    /// No power of two.
+    #[error("general.alignment is {0}; expected a power of two")]
+    Alignment(u64),
+    /// A type that ggml does not have.
+    #[error("tensor {name:?} has type {id}; expected a type of the pinned llama.cpp")]
+    Type {
+        /// Tensor.
+        name: String,
+        /// Its type's number.
+        id: u32,
+    },
+    /// A shape that cannot be.
+    #[error("tensor {name:?} has shape {shape:?}; expected whole blocks and a size below 2^63 bytes")]
+    Shape {
+        /// Tensor.
+        name: String,
+        /// Shape in ggml order.
+        shape: [u64; 4],
+    },
+    /// Two of one name.
+    #[error("tensor {0:?} is there twice")]
+    Duplicate(String),
+}
+
+/// One tensor of a file.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TensorInfo {
+    /// Element type.
+    pub kind: &'static Type,
+    /// Shape in ggml order, filled up with ones.
+    pub shape: [u64; 4],
+    /// Dimensions the file gives, 0 to 4.
+    pub n_dims: u32,
+    /// Where its data begins, in bytes from the file's start.
+    pub offset: u64,
+    /// Size of its data in bytes, below 2^63.
+    pub n_bytes: u64,
+}
+
+/// What one file says of itself.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Header {
+    /// Files that the model is split into, 1 if it is not.
+    pub n_parts: u64,
+    /// By name.
+    pub tensors: BTreeMap<String, TensorInfo>,
+}
+
+impl Header {
+    /// Reads the header of a file of `len` bytes from its start.
+    pub fn read(file: impl Read + Seek, len: u64) -> Result<Self, GgufFault> {
+        let mut source = Source { inner: BufReader::new(file), at: 0, end: len.min(MAX_HEADER_BYTES) };
+        let magic = source.bytes::<4>()?;
+        if &magic != MAGIC {
+            return Err(GgufFault::Magic(String::from_utf8_lossy(&magic).into_owned()));
+        }
+        let version = source.u32()?;
+        if !VERSIONS.contains(&version) {
+            return Err(GgufFault::Version(version));
+        }
+        let n_tensors = source.at_most("tensors", MAX_TENSORS)?;
+        let n_entries = source.at_most("metadata entries", MAX_ENTRIES)?;
+        let (mut alignment, mut n_parts) = (DEFAULT_ALIGNMENT, 1);
+        for _ in 0..n_entries {
+            let key = source.text("bytes of a key", MAX_KEY_BYTES)?;
+            match key.as_str() {
+                "general.alignment" => alignment = source.whole_number(key)?,
+                "split.count" => n_parts = source.whole_number(key)?.max(1),
+                _ => source.skip_value(key)?,
+            }
+        }
+        if !alignment.is_power_of_two() {
+            return Err(GgufFault::Alignment(alignment));
+        }
+        check_limit("parts", n_parts, MAX_PARTS)?;
+        let tensors = read_tensors(&mut source, n_tensors, alignment)?;
+        Ok(Self { n_parts, tensors })
+    }
+}
+
+/// The table of tensors, which is the header's end; the data begins at the next multiple of the alignment.
+fn read_tensors<R: Read + Seek>(
+    source: &mut Source<R>,
+    n_tensors: u64,
+    alignment: u64,
+) -> Result<BTreeMap<String, TensorInfo>, GgufFault> {
+    let mut tensors = BTreeMap::new();
+    for _ in 0..n_tensors {
+        let name = source.text("bytes of a tensor's name", MAX_NAME_BYTES)?;
+        let info = read_tensor(source, &name)?;
+        if tensors.contains_key(&name) {
+            return Err(GgufFault::Duplicate(name));
+        }
+        tensors.insert(name, info);
+    }
+    let data = source.at.checked_next_multiple_of(alignment).ok_or(GgufFault::Alignment(alignment))?;
+    for (name, info) in &mut tensors {
+        let offset = info.offset.checked_add(data).filter(|offset| offset.checked_add(info.n_bytes).is_some());
+        info.offset = offset.ok_or_else(|| GgufFault::Shape { name: name.clone(), shape: info.shape })?;
+    }
+    Ok(tensors)
+}
+
+/// One row of the table; its offset counts from where the data begins.
+fn read_tensor<R: Read + Seek>(source: &mut Source<R>, name: &str) -> Result<TensorInfo, GgufFault> {
+    let n_dims = source.u32()?;
+    check_limit("dimensions of a tensor", n_dims.into(), MAX_DIMS.into())?;
+    let mut shape = [1; 4];
+    for n in shape.iter_mut().take(n_dims as usize) {
+        *n = source.u64()?;
+    }
+    let id = source.u32()?;
+    let kind = Type::of(id).ok_or_else(|| GgufFault::Type { name: name.to_owned(), id })?;
+    let n_bytes = size(kind, shape).ok_or_else(|| GgufFault::Shape { name: name.to_owned(), shape })?;
+    Ok(TensorInfo { kind, shape, n_dims, offset: source.u64()?, n_bytes })
+}
+
+/// Bytes of a tensor, as `ggml_nbytes` counts them. `None` if blocks are not whole or the size is 2^63 and more.
+fn size(kind: &Type, shape: [u64; 4]) -> Option<u64> {
+    if !shape[0].is_multiple_of(kind.block) {
+        return None;
+    }
+    let bytes = shape[1..].iter().try_fold(shape[0] / kind.block, |product, &n| product.checked_mul(n));
+    bytes?.checked_mul(kind.bytes).filter(|&bytes| i64::try_from(bytes).is_ok())
+}
+
+/// Reads forward and knows where it is; never beyond `end`.
+struct Source<R> {
+    inner: BufReader<R>,
+    at: u64,
+    end: u64,
+}
+
+impl<R: Read + Seek> Source<R> {
+    /// Moves on by `n` bytes, if there are so many.
+    fn advance(&mut self, n: u64) -> Result<(), GgufFault> {
+        let to = self.at.checked_add(n).filter(|&to| to <= self.end).ok_or(GgufFault::Truncated(self.end))?;
+        self.at = to;
+        Ok(())
+    }
+
+    fn bytes<const N: usize>(&mut self) -> Result<[u8; N], GgufFault> {
+        self.advance(N as u64)?;
+        let mut bytes = [0; N];
+        self.inner.read_exact(&mut bytes)?;
+        Ok(bytes)
+    }
+
+    fn u32(&mut self) -> Result<u32, GgufFault> {
+        self.bytes().map(u32::from_le_bytes)
+    }
+
+    fn u64(&mut self) -> Result<u64, GgufFault> {
+        self.bytes().map(u64::from_le_bytes)
+    }
+
+    fn at_most(&mut self, what: &'static str, max: u64) -> Result<u64, GgufFault> {
+        let value = self.u64()?;
+        check_limit(what, value, max)?;
+        Ok(value)
+    }
+
+    fn skip(&mut self, n: u64) -> Result<(), GgufFault> {
+        self.advance(n)?;
+        let n = i64::try_from(n).map_err(|_| GgufFault::Truncated(self.end))?;
+        Ok(self.inner.seek_relative(n)?)
+    }
+
+    fn text(&mut self, what: &'static str, max: u64) -> Result<String, GgufFault> {
+        let len = self.at_most(what, max)?;
+        self.advance(len)?;
+        let mut bytes = vec![0; len as usize]; // at most MAX_KEY_BYTES
+        self.inner.read_exact(&mut bytes)?;
+        String::from_utf8(bytes).map_err(|_| GgufFault::NotText)
+    }
+
+    fn skip_text(&mut self) -> Result<(), GgufFault> {
+        let len = self.u64()?;
+        self.skip(len)
+    }
+
+    fn skip_value(&mut self, key: String) -> Result<(), GgufFault> {
+        let kind = self.u32()?;
+        match kind {
+            STRING => self.skip_text(),
+            ARRAY => self.skip_array(key),
+            _ => self.skip(scalar_bytes(kind).ok_or(GgufFault::Kind { key, kind, expected: "0 to 12" })?),
+        }
+    }
+
+    fn skip_array(&mut self, key: String) -> Result<(), GgufFault> {
+        let (kind, n) = (self.u32()?, self.u64()?);
+        if kind == STRING {
+            return (0..n).try_for_each(|_| self.skip_text()); // each takes bytes of the file: ends with it
+        }
+        let bytes = scalar_bytes(kind).ok_or(GgufFault::Kind { key, kind, expected: "no list in a list" })?;
+        self.skip(n.checked_mul(bytes).ok_or(GgufFault::Truncated(self.end))?)
+    }
+
+    fn whole_number(&mut self, key: String) -> Result<u64, GgufFault> {
+        let kind = self.u32()?;
+        match kind {
+            UINT8 => self.bytes::<1>().map(|[byte]| byte.into()),
+            UINT16 => self.bytes().map(|bytes| u16::from_le_bytes(bytes).into()),
+            UINT32 => self.u32().map(u64::from),
+            UINT64 => self.u64(),
+            _ => Err(GgufFault::Kind { key, kind, expected: "an unsigned integer" }),
+        }
+    }
+}
+
+const UINT8: u32 = 0;
+const UINT16: u32 = 2;
+const UINT32: u32 = 4;
+const STRING: u32 = 8;
+const ARRAY: u32 = 9;
+const UINT64: u32 = 10;
+
+/// Bytes of a value of a metadata type (`gguf_type`) that has a fixed size.
+fn scalar_bytes(kind: u32) -> Option<u64> {
+    match kind {
+        0 | 1 | 7 => Some(1),
+        2 | 3 => Some(2),
+        4..=6 => Some(4),
+        10..=12 => Some(8),
+        _ => None,
+    }
+}
+
+fn check_limit(what: &'static str, value: u64, max: u64) -> Result<(), GgufFault> {
+    if value > max { Err(GgufFault::TooMany { what, value, max }) } else { Ok(()) }
+}

@@ -1,0 +1,17 @@
+//! The headers of GGUF model files: which tensors a model has, before anything loads it.
+//!
+//! Our own small reader, bounded by constants: it allocates nothing that a file merely claims, and skips what the
+//! launcher does not ask for. Whether the program can load the model is the program's business.
+#![forbid(unsafe_code)]
+
+mod header;
+mod model;
+#[cfg(test)]
+pub(crate) mod testing;
+#[cfg(test)]
+mod tests;
+mod types;
+
+pub use header::{GgufFault, Header, TensorInfo};
+pub use model::{ExpertTensor, ModelFile};
+pub use types::Type;

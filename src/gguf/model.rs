@@ -1,0 +1,103 @@
+//! A model on disk, all of its parts: what its expert tensors are and what identifies them.
+
+use super::{GgufFault, Header, TensorInfo};
+use crate::routing::{TensorId, layer_number};
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+/// What names of expert weights hold, in every architecture of llama.cpp.
+const EXPERTS: &str = "_exps";
+/// `[n_in, n_out, n_expert]`.
+const EXPERT_DIMS: u32 = 3;
+
+/// A model's expert tensors by name.
+pub struct ModelFile {
+    path: PathBuf,
+    parts: Vec<File>,
+    tensors: BTreeMap<String, (usize, TensorInfo)>,
+}
+
+/// One expert tensor, `[n_in, n_out, n_expert]`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ExpertTensor {
+    /// Layer number, the N of `blk.N.`.
+    pub layer: u32,
+    /// Experts in it.
+    pub n_expert: u64,
+    /// Its size.
+    pub n_bytes: u64,
+}
+
+impl ModelFile {
+    /// Reads the headers of a model: of `path`, and if that is the first of several parts, of all of them.
+    ///
+    /// Fails with the file that cannot be read as GGUF.
+    pub fn open(path: &Path) -> Result<Self, (PathBuf, GgufFault)> {
+        let mut model = Self { path: path.into(), parts: Vec::new(), tensors: BTreeMap::new() };
+        let n_parts = model.add(path).map_err(|fault| (path.to_owned(), fault))?;
+        for part in 2..=n_parts {
+            let Some(path) = part_path(path, part, n_parts) else { break };
+            model.add(&path).map_err(|fault| (path, fault))?;
+        }
+        Ok(model)
+    }
+
+    /// The file that was named.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Adds one part; returns how many there are.
+    fn add(&mut self, path: &Path) -> Result<u64, GgufFault> {
+        if !fs::metadata(path)?.is_file() {
+            return Err(GgufFault::NotRegular); // opening a pipe would wait for its other end
+        }
+        let file = File::open(path)?;
+        let header = Header::read(&file, file.metadata()?.len())?;
+        let index = self.parts.len();
+        self.tensors.extend(header.tensors.into_iter().map(|(name, info)| (name, (index, info))));
+        self.parts.push(file);
+        Ok(header.n_parts)
+    }
+
+    /// All tensors that hold a layer's experts.
+    pub fn experts(&self) -> impl Iterator<Item = ExpertTensor> {
+        self.tensors.iter().filter_map(|(name, (_, info))| {
+            let layer = layer_number(name).filter(|_| name.contains(EXPERTS) && info.n_dims == EXPERT_DIMS)?;
+            Some(ExpertTensor { layer, n_expert: info.shape[2], n_bytes: info.n_bytes })
+        })
+    }
+
+    /// Bytes of all expert tensors; `None` if there are none.
+    pub fn expert_bytes(&self) -> Option<u64> {
+        let bytes = self.experts().fold(0u64, |sum, tensor| sum.saturating_add(tensor.n_bytes));
+        (bytes > 0).then_some(bytes)
+    }
+
+    /// What the plugin will find to be this tensor's fingerprint. `None` if there is no such tensor.
+    ///
+    /// Fails if its data cannot be read.
+    pub fn fingerprint(&self, name: &str) -> io::Result<Option<String>> {
+        let Some((part, info)) = self.tensors.get(name) else { return Ok(None) };
+        let n_bytes = usize::try_from(info.n_bytes).map_err(io::Error::other)?;
+        let failed = std::cell::OnceCell::new();
+        let read = |offset: usize, len: usize| {
+            let mut bytes = vec![0; len]; // a sample
+            let read = self.parts[*part].read_exact_at(&mut bytes, info.offset + offset as u64);
+            read.map_err(|error| failed.set(error)).ok().map(|()| bytes)
+        };
+        let id = TensorId { name, type_name: info.kind.name, shape: info.shape, n_bytes };
+        let fingerprint = id.fingerprint(read);
+        failed.into_inner().map_or(Ok(Some(fingerprint)), Err)
+    }
+}
+
+/// The path of part `part` of `n_parts`, in llama.cpp's format, given that of the first.
+fn part_path(first: &Path, part: u64, n_parts: u64) -> Option<PathBuf> {
+    let name = first.file_name()?.to_str()?;
+    let prefix = name.strip_suffix(&format!("-00001-of-{n_parts:05}.gguf"))?;
+    Some(first.with_file_name(format!("{prefix}-{part:05}-of-{n_parts:05}.gguf")))
+}
