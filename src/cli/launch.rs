@@ -1,8 +1,9 @@
 //! Starting the program: environment, expert placement, exec.
 
-use super::args::MODEL;
+use super::args::{FIT_TARGET, MODEL};
+use super::flags::MoeFlags;
 use super::program::{Program, places_experts};
-use super::{Failure, flags};
+use super::{Failure, devices, fit, flags};
 use crate::config::NO_HOST;
 use crate::gguf::ModelFile;
 use anyhow::{Context, Result, anyhow, ensure};
@@ -56,6 +57,7 @@ fn prepare(command: Vec<OsString>, own_folder: &Path, plugin: &Path) -> Result<C
     let program = Program::find(&name, own_folder)?;
     program.check_revision()?;
 
+    let fit_target = fit_target(&program, &args, &flags, model.as_ref())?;
     let mut run = Command::new(&program.path);
     if flags.take_experts() && !places_experts(&args, |name| env::var_os(name).is_some()) {
         run.args(program.all_experts_on_cpu()?);
@@ -63,8 +65,29 @@ fn prepare(command: Vec<OsString>, own_folder: &Path, plugin: &Path) -> Result<C
     if args.iter().any(|arg| arg == "--no-host") {
         run.env(NO_HOST, "1");
     }
-    run.args(args).env(BACKEND_PATH, plugin).envs(flags.environment());
+    match fit_target {
+        Some(target) => run.args(FIT_TARGET.remove_from(args)).args(["--fit-target", &target]),
+        None => run.args(args),
+    };
+    run.env(BACKEND_PATH, plugin).envs(flags.environment());
     Ok(run)
+}
+
+/// Checks the cache's device, and says how much memory the program must leave for the cache when it fits the model.
+fn fit_target(
+    program: &Program,
+    args: &[OsString],
+    flags: &MoeFlags,
+    model: Option<&ModelFile>,
+) -> Result<Option<String>> {
+    if !flags.cache() {
+        return Ok(None);
+    }
+    let Some(devices) = program.devices(args)? else { return Ok(None) };
+    if let Some(name) = &flags.device {
+        devices::check_name(name, &devices)?;
+    }
+    Ok(fit::target(program.fitting()?, args, flags, &devices, model.and_then(ModelFile::expert_bytes)))
 }
 
 /// llama.cpp loads one backend from elsewhere; if the user has chosen another, it is not ours to replace.

@@ -4,6 +4,8 @@
 #![forbid(unsafe_code)]
 
 mod args;
+mod devices;
+mod fit;
 mod flags;
 mod launch;
 mod program;

@@ -1,7 +1,11 @@
 //! Finding a llama.cpp program and learning what it is from its own `--version` and `--help`.
 
+use super::args::RPC;
+use super::devices::{self, Device};
+use super::fit::Fitting;
 use crate::ggml::{COMMIT, is_commit, is_our_commit};
 use anyhow::{Context, Result, bail};
+use std::cell::OnceCell;
 use std::ffi::{OsStr, OsString};
 use std::io::{Read, Seek};
 use std::path::{Path, PathBuf};
@@ -17,6 +21,7 @@ const PATIENCE: Duration = Duration::from_secs(20);
 /// A program found on this machine.
 pub struct Program {
     pub path: PathBuf,
+    help: OnceCell<String>,
 }
 
 impl Program {
@@ -30,7 +35,7 @@ impl Program {
             folders.iter().find_map(|folder| which::which(folder.join(name)).ok()).or_else(|| which::which(name).ok())
         };
         match found {
-            Some(path) => Ok(Self { path }),
+            Some(path) => Ok(Self { path, help: OnceCell::new() }),
             None if is_path => {
                 bail!("{}: no such program; expected the path of an executable file", Path::new(name).display())
             }
@@ -46,7 +51,7 @@ impl Program {
     ///
     /// Programs that do not say are let through: the plugin compares again when it is loaded.
     pub fn check_revision(&self) -> Result<()> {
-        let Some(version) = version_line(&self.ask("--version")?).map(str::to_owned) else { return Ok(()) };
+        let Some(version) = version_line(&self.ask(&["--version".into()])?).map(str::to_owned) else { return Ok(()) };
         if is_other_revision(&version) {
             bail!(
                 "{} is llama.cpp {version}; expected commit {}: build that revision (scripts/setup does) or moe-hot for yours",
@@ -59,23 +64,52 @@ impl Program {
 
     /// The arguments that keep all experts off the GPUs, in this program's words; none if it has none.
     pub fn all_experts_on_cpu(&self) -> Result<&'static [&'static str]> {
-        let help = self.ask("--help")?;
-        let knows = |flag: &str| help.split(|c: char| c.is_whitespace() || c == ',').any(|word| word == flag);
-        Ok(if knows("--cpu-moe") {
+        Ok(if self.knows("--cpu-moe")? {
             &["--cpu-moe"]
-        } else if knows("--n-cpu-moe") {
+        } else if self.knows("--n-cpu-moe")? {
             &["-ncmoe", "999"]
         } else {
             &[]
         })
     }
 
-    /// What the program prints when started with one argument and without the plugin.
-    fn ask(&self, argument: &str) -> Result<String> {
-        let failed = || format!("{}: cannot be started with {argument}", self.path.display());
+    /// Whether and when the program fits a model to its devices.
+    pub fn fitting(&self) -> Result<Fitting> {
+        Ok(match (self.knows("--fit-target")?, self.knows("--fit")?) {
+            (false, _) => Fitting::Never,
+            (true, false) => Fitting::OnDemand,
+            (true, true) => Fitting::Automatic,
+        })
+    }
+
+    /// The devices that the program has with the user's arguments; `None` if it does not say.
+    pub fn devices(&self, args: &[OsString]) -> Result<Option<Vec<Device>>> {
+        if !self.knows("--list-devices")? {
+            return Ok(None);
+        }
+        let rpc = RPC.given(args).map(|servers| ["--rpc".into(), servers]);
+        let question: Vec<_> = rpc.into_iter().flatten().chain(["--list-devices".into()]).collect();
+        Ok(devices::parse(&self.ask(&question)?))
+    }
+
+    /// Whether the program's help names a flag.
+    fn knows(&self, flag: &str) -> Result<bool> {
+        let help = match self.help.get() {
+            Some(help) => help,
+            None => {
+                let help = self.ask(&["--help".into()])?;
+                self.help.get_or_init(|| help)
+            }
+        };
+        Ok(help.split(|c: char| c.is_whitespace() || c == ',').any(|word| word == flag))
+    }
+
+    /// What the program prints when started with these arguments and without the plugin.
+    fn ask(&self, arguments: &[OsString]) -> Result<String> {
+        let failed = || format!("{}: cannot be started with {arguments:?}", self.path.display());
         let mut output = tempfile::tempfile().context("a temporary file")?;
         let mut child = Command::new(&self.path)
-            .arg(argument)
+            .args(arguments)
             .env_remove("GGML_BACKEND_PATH")
             .stdin(Stdio::null())
             .stdout(output.try_clone()?)
