@@ -6,7 +6,8 @@ use std::ffi::{OsStr, OsString};
 /// One of llama.cpp's options that take a value.
 pub struct ValueOption {
     flags: &'static [&'static str],
-    variable: &'static str,
+    /// What stands for it in the environment.
+    pub variable: &'static str,
 }
 
 /// The model's file.

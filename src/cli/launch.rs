@@ -66,7 +66,10 @@ fn prepare(command: Vec<OsString>, own_folder: &Path, plugin: &Path) -> Result<C
         run.env(NO_HOST, "1");
     }
     match fit_target {
-        Some(target) => run.args(FIT_TARGET.remove_from(args)).args(["--fit-target", &target]),
+        Some(target) => {
+            run.env_remove(FIT_TARGET.variable); // else the program warns that it is overwritten
+            run.args(FIT_TARGET.remove_from(args)).args(["--fit-target", &target])
+        }
         None => run.args(args),
     };
     run.env(BACKEND_PATH, plugin).envs(flags.environment());

@@ -1,60 +1,14 @@
-"""The launcher: bad input ends with exit code 2 and one line; good input reaches the program unchanged.
+"""The launcher: bad input ends with exit code 2 and one line; good input reaches the program unchanged."""
 
-`fake` programs are shell scripts that say what llama.cpp programs say to --version and --help and print their
-arguments and environment instead of working.
-"""
-
-import json
 import os
-import stat
-import subprocess
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from paths import LAUNCHER, PLUGIN, STOCK_BIN
-from processes import stock_environment
+from launcher import OUR_VERSION, assert_refused, launch, write_fake
+from paths import PLUGIN, STOCK_BIN
 
-OUR_VERSION = "version: 0.5.0-dev (build 11312, commit 0c1e57098)"
-SERVER_HELP = "-cmoe, --cpu-moe   keep all experts in the CPU\n-ncmoe, --n-cpu-moe N   of the first N layers"
 PERF_OUT = "LLAMA_ARG_MOE_LAYER_PERF_OUT"
-TIMEOUT_S = 30
-
-
-@dataclass
-class Answer:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def started(self) -> dict:
-        """What the fake program was started with."""
-        return json.loads(self.out)
-
-
-def launch(*args, cwd: Path | None = None, **environment: str) -> Answer:
-    done = subprocess.run(
-        [str(word) for word in (LAUNCHER, *args)],
-        env=stock_environment(**environment),
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
-    return Answer(done.returncode, done.stdout, done.stderr)
-
-
-def write_fake(path: Path, version: str = OUR_VERSION, help_text: str = SERVER_HELP) -> Path:
-    path.write_text(f"""#!/usr/bin/env python3
-import json, os, sys
-if sys.argv[1:] == ["--version"]: print({version!r}, file=sys.stderr)
-elif sys.argv[1:] == ["--help"]: print({help_text!r})
-else: print(json.dumps({{"args": sys.argv[1:], "environment": dict(os.environ)}}))
-""")
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    return path
 
 
 @pytest.fixture
@@ -68,6 +22,9 @@ def out_file(tmp_path) -> Path:
 
 
 FLAG = "--moe-layer-perf-out"
+SIZE = "--moe-hot-cache-max-mib"
+RESERVE = "--moe-hot-cache-auto-reserve-mib"
+DEVICE = "--moe-hot-cache-device"
 # name: the arguments, and what the one line must say: what was given and what was expected.
 # {} is the test's folder, which holds the programs `good` and `old` and the files `plain` and `wrong.json`.
 BAD_INPUTS = {
@@ -86,6 +43,13 @@ BAD_INPUTS = {
     "a device": (["{}/good", FLAG, "/dev/null"], ["/dev/null", "not a regular file", "expected a new file"]),
     "no profile": (["{}/good", FLAG, "{}/plain"], ["{}/plain", "not a routing profile", "expected a new file"]),
     "another schema": (["{}/good", FLAG, "{}/wrong.json"], ["other.v9", "llama.cpp.moe_layer_perf.v1"]),
+    "a size below -1": (["{}/good", SIZE, "-2"], [SIZE, "'-2'", "expected a whole number of MiB"]),
+    "a size that is no number": (["{}/good", f"{SIZE}=8G"], [SIZE, "'8G'", "0 for off or -1 for automatic"]),
+    "a size without end": (["{}/good", SIZE, "9" * 30], [SIZE, "9" * 30, "up to 17592186044415"]),
+    "a negative reserve": (["{}/good", RESERVE, "-1"], [RESERVE, "'-1'", "from 0 to"]),
+    "a size without a cache": (["{}/good", SIZE, "-1"], [SIZE, "expected --moe-hot-cache FILE"]),
+    "a reserve without a cache": (["{}/good", RESERVE, "1"], [RESERVE, "expected --moe-hot-cache FILE"]),
+    "a device without a cache": (["{}/good", DEVICE, "CUDA0"], [DEVICE, "expected --moe-hot-cache FILE"]),
 }
 
 
@@ -97,13 +61,7 @@ def test_bad_input_is_refused_with_one_line(tmp_path, name):
     (tmp_path / "wrong.json").write_text('{"schema": "other.v9", "layers": []}')
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     args, said = ([text.format(tmp_path) for text in texts] for texts in BAD_INPUTS[name])
-    answer = launch(*args)
-    assert answer.code == 2, answer
-    assert answer.out == ""
-    lines = answer.err.splitlines()
-    assert len(lines) == 1 and lines[0].startswith("moe-hot: "), answer.err
-    for part in said:
-        assert part in lines[0]
+    assert_refused(launch(*args), *said)
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before, "nothing is lost or left behind"
 
 
