@@ -6,6 +6,7 @@
 pub mod cache;
 pub mod cli;
 pub mod config;
+pub mod copy;
 pub mod engine;
 mod error;
 pub mod ggml;

@@ -1,19 +1,19 @@
 //! Filling a model's cache: plan, allocate, copy. Runs in a thread of its own while decoding goes on.
 
-use super::copier::{Copied, Copier};
 use super::device::HotDevice;
 use super::layer::{Layer, LayerCache, Part, Sight};
 use super::model::Model;
-use crate::cache::{self, Bytes, Expert, LayerDemand, Plan, SlotRule, TensorBytes};
+use super::ring::{Ring, Wish, Wishes};
+use crate::cache::{self, Bytes, LayerDemand, Plan, SlotRule, TensorBytes};
 use crate::config::Config;
+use crate::copy::{CopyEngine, PortableEngine};
 use crate::ggml::{BufferType, Level, log};
-use crate::lanes::{Pool, PoolWriter, padding, try_out};
+use crate::lanes::{Pool, padding, try_out};
 use crate::moe::Shape;
 use crate::routing::Demand;
 use crate::{Error, Result};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 /// Everything that filling one model's cache needs.
 pub struct Fill {
@@ -25,8 +25,8 @@ pub struct Fill {
     pub config: Config,
     /// Contexts that compute with the model: each needs scratch memory on the device.
     pub n_contexts: usize,
-    /// Set when the model or the program ends.
-    pub stop: Arc<AtomicBool>,
+    /// What contexts wish for, and the word that it is over.
+    pub wishes: Arc<Wishes>,
 }
 
 /// Why there is nothing to fill, in words for users.
@@ -39,12 +39,6 @@ struct Candidate {
     n_expert: u16,
     parts: Vec<Part>,
     demand: LayerDemand,
-}
-
-/// What was allocated for a layer.
-struct Filled {
-    cache: Arc<LayerCache>,
-    writer: Arc<PoolWriter>,
 }
 
 impl Fill {
@@ -62,12 +56,13 @@ impl Fill {
         let (candidates, scratch) = self.candidates(&demand)?;
         let n_contexts = u64::try_from(self.n_contexts.max(1)).unwrap_or(u64::MAX);
         let scratch = scratch.saturating_mul(n_contexts);
-        let (plan, filled) = self.allocate(&candidates, scratch)?;
+        let (plan, caches) = self.allocate(&candidates, scratch)?;
         self.announce(&candidates, &plan, scratch);
-        for (candidate, filled) in candidates.iter().zip(&filled) {
-            candidate.layer.set_cache(filled.as_ref().map(|filled| filled.cache.clone()));
+        for (candidate, cache) in candidates.iter().zip(&caches) {
+            candidate.layer.set_cache(cache.clone());
         }
-        self.copy(&plan, &filled)
+        self.copy(&plan, &caches);
+        Ok(())
     }
 
     /// The launcher has compared profile and model where it could; here is what is really loaded.
@@ -155,7 +150,11 @@ impl Fill {
     }
 
     /// Plans and allocates; where the device gives less than planned, again with half of the budget.
-    fn allocate(&self, candidates: &[Candidate], scratch: Bytes) -> Result<(Plan, Vec<Option<Filled>>), Reason> {
+    fn allocate(
+        &self,
+        candidates: &[Candidate],
+        scratch: Bytes,
+    ) -> Result<(Plan, Vec<Option<Arc<LayerCache>>>), Reason> {
         let name = self.device.device().name();
         let rule = self
             .config
@@ -169,8 +168,8 @@ impl Fill {
             if plan.slots_per_layer == 0 && self.config.test_slots != Some(0) {
                 return Err(format!("{failed}{budget} hold no expert of every layer on {name}"));
             }
-            if let Some(filled) = self.try_allocate(candidates, &plan).map_err(|error| error.to_string())? {
-                return Ok((plan, filled));
+            if let Some(caches) = self.try_allocate(candidates, &plan).map_err(|error| error.to_string())? {
+                return Ok((plan, caches));
             }
             failed = format!("{name} had no room for {}; then: ", plan.bytes);
             budget = Bytes(plan.bytes.0.min(budget.0) / 2);
@@ -178,12 +177,12 @@ impl Fill {
     }
 
     /// All layers' pools, or nothing.
-    fn try_allocate(&self, candidates: &[Candidate], plan: &Plan) -> Result<Option<Vec<Option<Filled>>>> {
+    fn try_allocate(&self, candidates: &[Candidate], plan: &Plan) -> Result<Option<Vec<Option<Arc<LayerCache>>>>> {
         let kind = self.kind()?;
-        let mut filled = Vec::with_capacity(candidates.len());
+        let mut caches = Vec::with_capacity(candidates.len());
         for (candidate, layer) in candidates.iter().zip(&plan.layers) {
             if layer.slots == 0 {
-                filled.push(None);
+                caches.push(None);
                 continue;
             }
             let shapes: Vec<_> = candidate.parts.iter().map(|part| part.shape).collect();
@@ -198,12 +197,11 @@ impl Fill {
                 return Err(error);
             }
             let Some((pool, claim)) = made else { return Ok(None) };
-            let writer = Arc::new(PoolWriter::new(&pool)?);
             let parts = candidate.parts.clone();
-            let cache = Arc::new(LayerCache::new(pool, claim, candidate.n_expert, self.device.clone(), parts));
-            filled.push(Some(Filled { cache, writer }));
+            let cache = LayerCache::new(pool, claim, candidate.n_expert, self.device.clone(), parts)?;
+            caches.push(Some(Arc::new(cache)));
         }
-        Ok(Some(filled))
+        Ok(Some(caches))
     }
 
     fn announce(&self, candidates: &[Candidate], plan: &Plan, scratch: Bytes) {
@@ -225,49 +223,25 @@ impl Fill {
     }
 
     /// Copies the planned experts, hottest first. Each serves from the moment it is complete.
-    fn copy(&self, plan: &Plan, filled: &[Option<Filled>]) -> Result<(), Reason> {
+    fn copy(&self, plan: &Plan, caches: &[Option<Arc<LayerCache>>]) {
         if plan.fills.is_empty() {
-            return Ok(());
+            return;
         }
-        let device = self.device.device();
-        let (copier, _claim) = self.device.measure(|| Copier::new(device));
-        let mut copier = match copier {
-            Ok(copier) => copier,
-            Err(error) => {
-                self.device.turn_off(&format!("nothing can be copied ({error})"));
-                return Ok(());
-            }
+        let expert_bytes = caches.iter().flatten().map(|cache| cache.writer.expert_bytes()).max().unwrap_or(0);
+        let (engine, _claim) = self.device.measure(|| self.copy_engine(expert_bytes));
+        let engine = match engine {
+            Ok(engine) => engine,
+            Err(error) => return self.device.turn_off(&format!("nothing can be copied to it ({error})")),
         };
-        for &(index, expert) in &plan.fills {
-            let Some(Filled { cache, writer }) = &filled[index] else { continue };
-            if self.stop.load(Relaxed) || self.device.is_off() {
-                return Ok(());
-            }
-            self.copy_one(&mut copier, cache, writer, expert);
-        }
-        Ok(())
+        let wish =
+            |&(index, expert): &(usize, _)| Some(Wish { cache: caches.get(index)?.clone()?, expert, victim: None });
+        let fills = plan.fills.iter().filter_map(wish).collect();
+        let mut ring = Ring::new(engine, self.model.clone(), self.device.clone(), self.wishes.clone());
+        ring.carry_out(fills);
     }
 
-    fn copy_one(&self, copier: &mut Copier, cache: &LayerCache, writer: &Arc<PoolWriter>, expert: Expert) {
-        let Some(slot) = cache.slots().start_fill(expert) else { return };
-        let copied = copier.copy(writer, slot, |staging| cache.read_expert(expert, staging));
-        match copied {
-            Copied::Whole => {
-                cache.slots().publish(slot);
-                self.model.add_copied(writer.expert_bytes() as u64);
-            }
-            Copied::Failed => {
-                cache.slots().abandon(slot);
-                // With the model's memory gone the copy was given up, not refused by the device.
-                if !self.stop.load(Relaxed) && cache.read_expert(expert, &mut Vec::new()).is_some() {
-                    self.device.turn_off("a copy to it failed");
-                }
-            }
-            Copied::Lost => {
-                cache.slots().retire(slot);
-                self.device.turn_off("a copy to it did not end");
-            }
-        }
+    fn copy_engine(&self, expert_bytes: usize) -> Result<Box<dyn CopyEngine>> {
+        Ok(Box::new(PortableEngine::new(self.device.device(), expert_bytes, !self.config.no_host)?))
     }
 }
 

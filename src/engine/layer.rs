@@ -1,9 +1,10 @@
 //! One MoE layer of a model: its counts, the tensors that make up its experts, and its cache.
 
 use super::device::{Claim, HotDevice};
+use crate::Result;
 use crate::cache::{Expert, Slots};
 use crate::ggml::{Graph, SharedWeights, Tensor};
-use crate::lanes::Pool;
+use crate::lanes::{Pool, PoolWriter};
 use crate::moe::{Ffn, Shape, WeightShape};
 use crate::routing::LayerCounts;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -55,6 +56,8 @@ pub struct Part {
 pub struct LayerCache {
     /// Device memory.
     pub pool: Arc<Pool>,
+    /// The way into it.
+    pub writer: Arc<PoolWriter>,
     /// Locked for as long as it takes to look up a batch's experts or to change one slot.
     slots: Mutex<Slots>,
     /// The device it is on.
@@ -146,9 +149,10 @@ impl Layer {
 
 impl LayerCache {
     /// All slots free.
-    pub fn new(pool: Pool, claim: Claim, n_expert: u16, device: Arc<HotDevice>, parts: Vec<Part>) -> Self {
+    pub fn new(pool: Pool, claim: Claim, n_expert: u16, device: Arc<HotDevice>, parts: Vec<Part>) -> Result<Self> {
         let slots = Mutex::new(Slots::new(n_expert, pool.slots()));
-        Self { pool: Arc::new(pool), slots, device, parts, _claim: claim }
+        let writer = Arc::new(PoolWriter::new(&pool)?);
+        Ok(Self { pool: Arc::new(pool), writer, slots, device, parts, _claim: claim })
     }
 
     /// What each slot holds.
@@ -165,13 +169,18 @@ impl LayerCache {
         (0..ffn.weights.len()).map(place).collect()
     }
 
-    /// Puts the bytes of one expert's tensors one after the other into `staging`; `None` if they are gone.
-    pub fn read_expert(&self, expert: Expert, staging: &mut Vec<u8>) -> Option<()> {
-        staging.clear();
+    /// Puts the bytes of one expert's tensors one after the other into `staging`; `false` if they are gone.
+    pub fn read_expert(&self, expert: Expert, staging: &mut [u8]) -> bool {
+        let mut rest = staging;
         for Part { shape, weights, .. } in &self.parts {
-            let offset = usize::from(expert.0) * shape.expert_bytes;
-            weights.with_bytes(offset, shape.expert_bytes, |bytes| staging.extend_from_slice(bytes))?;
+            let len = shape.expert_bytes;
+            let Some((to, after)) = std::mem::take(&mut rest).split_at_mut_checked(len) else { return false };
+            let offset = usize::from(expert.0) * len;
+            if weights.with_bytes(offset, len, |bytes| to.copy_from_slice(bytes)).is_none() {
+                return false;
+            }
+            rest = after;
         }
-        Some(())
+        rest.is_empty()
     }
 }

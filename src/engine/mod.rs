@@ -6,13 +6,13 @@
 #![forbid(unsafe_code)]
 
 mod context;
-mod copier;
 mod device;
 mod fill;
 mod layer;
 mod model;
 mod parted;
 mod recorder;
+mod ring;
 mod splits;
 
 pub use context::Context;
@@ -25,9 +25,10 @@ use fill::Fill;
 use layer::Layer;
 use model::Model;
 use recorder::Recorder;
+use ring::Wishes;
 use std::collections::HashMap;
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, Once, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 
@@ -63,15 +64,16 @@ struct State {
     times: Option<LayerTimes>,
 }
 
-/// A thread that fills one model's cache; told to stop, and waited for, when dropped.
+/// The thread that fills one model's cache; told to end, and waited for, when dropped.
 struct Filler {
-    stop: Arc<AtomicBool>,
+    model: Arc<Model>,
+    wishes: Arc<Wishes>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Drop for Filler {
     fn drop(&mut self) {
-        self.stop.store(true, Relaxed);
+        self.wishes.end();
         if let Some(thread) = self.thread.take() {
             // A panic in the thread has been reported by the panic hook and cost the cache, no more.
             let _ = thread.join();
@@ -194,21 +196,21 @@ impl Engine {
         if !self.config.caches() || device.is_off() {
             return;
         }
-        let stop = Arc::new(AtomicBool::new(false));
+        let wishes = Arc::new(Wishes::new());
         let mut state = self.state();
         let fill = Fill {
             model: model.clone(),
             device: device.clone(),
             config: self.config.clone(),
             n_contexts: state.working_contexts,
-            stop: stop.clone(),
+            wishes: wishes.clone(),
         };
         match std::thread::Builder::new().name("moe-hot-fill".into()).spawn(|| fill.run()) {
             Ok(thread) => {
                 if self.config.test_slots.is_some() {
                     let _ = thread.join();
                 } else {
-                    state.fillers.push(Filler { stop, thread: Some(thread) });
+                    state.fillers.push(Filler { model: model.clone(), wishes, thread: Some(thread) });
                 }
             }
             Err(error) => log(Level::Warn, &format!("no hot cache: no thread to fill it ({error})")),
@@ -269,6 +271,14 @@ impl Engine {
         self.state().by_buffer.remove(&buffer);
         // Adapters' buffers are not in the map, yet their factors may be in a pool.
         self.models().iter().for_each(|model| model.forget_buffer(buffer));
+        let ended: Vec<_> = {
+            let mut state = self.state();
+            let (loaded, ended) =
+                std::mem::take(&mut state.fillers).into_iter().partition(|filler| filler.model.is_loaded());
+            state.fillers = loaded;
+            ended
+        };
+        drop(ended); // joins threads: not under the lock
     }
 
     fn models(&self) -> Vec<Arc<Model>> {

@@ -79,6 +79,10 @@ impl Model {
         let layers = {
             let mut inner = self.inner();
             inner.by_weights.retain(|(owner, _), _| *owner != buffer);
+            if inner.by_weights.is_empty() {
+                // It may be loaded again, elsewhere in memory.
+                self.wants_fill.store(true, Relaxed);
+            }
             inner.layers.clone()
         };
         layers.iter().for_each(|layer| layer.forget_buffer(buffer));

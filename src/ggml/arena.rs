@@ -231,6 +231,12 @@ impl OwnGraph {
         Ok(())
     }
 
+    /// The device's address of a tensor.
+    pub fn address(&self, tensor: TensorIndex) -> usize {
+        // SAFETY: the tensor is ours and valid.
+        unsafe { (*self.parts.raw(tensor)).data as usize }
+    }
+
     /// Fails unless the tensor is placed and has `len` bytes from `offset`.
     pub(super) fn check_range(&self, tensor: TensorIndex, offset: usize, len: usize) -> Result<()> {
         // SAFETY: the tensor is ours and valid.

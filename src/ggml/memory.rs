@@ -107,6 +107,21 @@ impl HostBlock {
         Ok(())
     }
 
+    /// Has `write` fill the first `len` bytes, which begin as whatever they were; returns what it returns. Fails beyond the end.
+    pub fn write_with<R>(&mut self, len: usize, write: impl FnOnce(&mut [u8]) -> R) -> Result<R> {
+        let to = self.range(0, len)?;
+        // SAFETY: `range` checked the bounds, all bytes were initialised when the block was made, and no device or graph
+        // uses it during this call: those that do borrow it.
+        Ok(write(unsafe { std::slice::from_raw_parts_mut(to, len) }))
+    }
+
+    /// The first `len` bytes. Fails beyond the end.
+    pub fn bytes(&self, len: usize) -> Result<&[u8]> {
+        let from = self.range(0, len)?;
+        // SAFETY: as above; whoever writes borrows the block mutably.
+        Ok(unsafe { std::slice::from_raw_parts(from.cast_const(), len) })
+    }
+
     /// Copies row `(i1, i2)` of an f32 tensor in host memory to `offset`. Fails beyond either's end.
     pub fn write_row(&mut self, offset: usize, from: &Tensor<'_>, i1: usize, i2: usize) -> Result<()> {
         let (row, len) = from.f32_row(i1, i2).ok_or(Error::Ggml("a row of numbers in host memory"))?;

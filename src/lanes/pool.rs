@@ -1,8 +1,8 @@
 //! A layer's pool: device memory with a slot for each resident expert, all of its tensors side by side.
 
-use crate::ggml::{Backend, BufferType, GraphBuilder, Memory, OwnGraph, TensorIndex, Upload};
+use crate::Result;
+use crate::ggml::{Backend, BufferType, GraphBuilder, HostBlock, Memory, OwnGraph, TensorIndex, Upload};
 use crate::moe::WeightShape;
-use crate::{Error, Result};
 use std::sync::Arc;
 
 /// Device memory of one layer: for each expert tensor one of its own type with room for `slots` experts.
@@ -76,19 +76,22 @@ impl PoolWriter {
         Ok(Self { tensors: builder.finish(Vec::new())?, index, expert_bytes })
     }
 
+    /// Address on the device and length in bytes of each tensor's part of a slot, in the order of the expert's bytes.
+    pub fn ranges(&self, slot: u16) -> impl Iterator<Item = (usize, usize)> {
+        let parts = self.index.iter().zip(&self.expert_bytes);
+        parts.map(move |(&tensor, &len)| (self.tensors.address(tensor) + usize::from(slot) * len, len))
+    }
+
     /// Bytes of one expert in all of its tensors.
     pub fn expert_bytes(&self) -> usize {
         self.expert_bytes.iter().sum()
     }
 
-    /// Copies an expert into a slot and waits; `bytes` are those of its tensors one after the other.
+    /// Copies an expert into a slot and waits; `staging` begins with the bytes of its tensors, one after the other.
     ///
     /// Reads back both ends of each tensor: ggml's copies cannot report that they failed. `false` if they differ.
-    pub fn fill(&self, backend: &mut Backend, slot: u16, bytes: &[u8]) -> Result<bool> {
-        if bytes.len() != self.expert_bytes() {
-            return Err(Error::Ggml("the bytes of one expert"));
-        }
-        let mut rest = bytes;
+    pub fn fill(&self, backend: &mut Backend, slot: u16, staging: &HostBlock) -> Result<bool> {
+        let mut rest = staging.bytes(self.expert_bytes())?;
         let mut uploads = Vec::with_capacity(self.index.len());
         for (&tensor, &len) in self.index.iter().zip(&self.expert_bytes) {
             let (bytes, after) = rest.split_at(len);

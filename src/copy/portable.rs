@@ -1,0 +1,122 @@
+//! The engine for any ggml device: a second backend instance in a thread of its own.
+//!
+//! ggml can only wait without a limit, so the waiting is done by that thread, which is left alone, with everything it
+//! uses, if a copy never ends. Staging blocks travel with their copies: nobody else can touch them meanwhile.
+
+use super::{Copy, CopyEngine, Outcome, PATIENCE, Started, staging_blocks};
+use crate::ggml::{Backend, BufferType, Device, HostBlock};
+use crate::{Error, Result};
+use std::collections::VecDeque;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// A staged copy on its way to the thread.
+struct Staged {
+    copy: Copy,
+    block: HostBlock,
+}
+
+/// What the thread reports.
+struct Ended {
+    id: u64,
+    arrived: bool,
+    block: HostBlock,
+}
+
+/// Copies through a backend instance of its own on one device.
+pub struct PortableEngine {
+    staged: Option<SyncSender<Staged>>,
+    ended: Receiver<Ended>,
+    thread: Option<JoinHandle<()>>,
+    free: Vec<HostBlock>,
+    /// Ids and starting times of the copies in flight, oldest first.
+    flying: VecDeque<(u64, Instant)>,
+}
+
+impl PortableEngine {
+    /// An engine for experts of up to `expert_bytes`. Staging is page-locked where the device offers it and `pinned`.
+    pub fn new(device: Device, expert_bytes: usize, pinned: bool) -> Result<Self> {
+        let (blocks, size) = staging_blocks(expert_bytes);
+        let plain = BufferType::cpu().ok_or(Error::Ggml("a CPU buffer type"))?;
+        let kind = if pinned { device.host_buffer_type().unwrap_or(plain) } else { plain };
+        let block = |_| HostBlock::allocate(kind, size).or_else(|_| HostBlock::allocate(plain, size));
+        let free = (0..blocks).map(block).collect::<Result<Vec<_>>>()?;
+        let mut backend = Backend::new(device)?;
+        let (staged, incoming) = sync_channel::<Staged>(blocks);
+        let (done, ended) = sync_channel(blocks);
+        let run = move || {
+            while let Ok(Staged { copy, block }) = incoming.recv() {
+                let arrived = copy.target.fill(&mut backend, copy.slot.0, &block).unwrap_or(false);
+                let id = copy.id;
+                drop(copy); // its pool may be waited for
+                if done.send(Ended { id, arrived, block }).is_err() {
+                    return;
+                }
+            }
+        };
+        let thread = std::thread::Builder::new().name("moe-hot-copy".into()).spawn(run);
+        let thread = thread.map_err(|_| Error::Ggml("a thread for copies"))?;
+        Ok(Self { staged: Some(staged), ended, thread: Some(thread), free, flying: VecDeque::new() })
+    }
+}
+
+impl CopyEngine for PortableEngine {
+    fn start(&mut self, copy: Copy, read: &mut dyn FnMut(&mut [u8]) -> bool) -> Started {
+        let Some(mut block) = self.free.pop() else { return Started::Full };
+        let len = copy.target.expert_bytes();
+        if len > block.size() || !block.write_with(len, read).unwrap_or(false) {
+            self.free.push(block);
+            return Started::Unreadable;
+        }
+        let id = copy.id;
+        match self.staged.as_ref().map(|staged| staged.send(Staged { copy, block })) {
+            Some(Ok(())) => {
+                self.flying.push_back((id, Instant::now()));
+                Started::Yes
+            }
+            _ => Started::Refused,
+        }
+    }
+
+    fn in_flight(&self) -> usize {
+        self.flying.len()
+    }
+
+    fn wait(&mut self, timeout: Duration) -> Option<(u64, Outcome)> {
+        let &(id, since) = self.flying.front()?;
+        let left = PATIENCE.saturating_sub(since.elapsed());
+        match self.ended.recv_timeout(timeout.min(left)) {
+            Ok(Ended { id, arrived, block }) => {
+                self.free.push(block);
+                self.flying.pop_front();
+                if let Some((_, since)) = self.flying.front_mut() {
+                    // It waited behind the one that has just ended.
+                    *since = Instant::now();
+                }
+                Some((id, if arrived { Outcome::Whole } else { Outcome::Failed }))
+            }
+            Err(RecvTimeoutError::Timeout) if timeout < left => None,
+            Err(RecvTimeoutError::Timeout) => {
+                // The thread hangs in the device and cannot be ended: leave it.
+                self.thread = None;
+                self.flying.pop_front();
+                Some((id, Outcome::Lost))
+            }
+            Err(RecvTimeoutError::Disconnected) => {
+                self.flying.pop_front();
+                Some((id, Outcome::Failed))
+            }
+        }
+    }
+}
+
+impl Drop for PortableEngine {
+    fn drop(&mut self) {
+        drop(self.staged.take());
+        if let Some(thread) = self.thread.take() {
+            // Copies in flight end first. A panic in the thread has been reported by the panic hook and failed its copy.
+            let _ = thread.join();
+        }
+    }
+}

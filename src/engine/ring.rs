@@ -1,0 +1,209 @@
+//! The ring: copies experts to the device in the background, publishes each when it is whole, and goes on until told.
+//!
+//! First come the experts of the plan, hottest first; then the wishes of contexts that decode, as they come.
+
+use super::device::HotDevice;
+use super::layer::LayerCache;
+use super::model::Model;
+use crate::cache::{Expert, Slot};
+use crate::copy::{Copy, CopyEngine, Outcome, Started};
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::Duration;
+
+/// Wishes that wait at most. The oldest is dropped for one more: what was wanted long ago is wanted least.
+const MAX_WISHES: usize = 256;
+/// How long to wait for a copy before looking for new wishes.
+const GLANCE: Duration = Duration::from_millis(2);
+
+/// A copy that a context would like: into the place of another expert, or into a free slot.
+#[derive(Clone)]
+pub struct Wish {
+    /// Whose layer.
+    pub cache: Arc<LayerCache>,
+    /// Who shall come.
+    pub expert: Expert,
+    /// Who shall go.
+    pub victim: Option<Expert>,
+}
+
+/// Wishes on their way to the ring, and the word that it shall end.
+#[derive(Default)]
+pub struct Wishes {
+    queue: Mutex<VecDeque<Wish>>,
+    changed: Condvar,
+    ended: AtomicBool,
+}
+
+impl Wishes {
+    /// None yet; room for all that may wait.
+    pub fn new() -> Self {
+        Self { queue: Mutex::new(VecDeque::with_capacity(MAX_WISHES)), ..Self::default() }
+    }
+
+    /// Adds a wish. The lock is held for this only.
+    pub fn push(&self, wish: Wish) {
+        let mut queue = self.lock();
+        if queue.len() >= MAX_WISHES {
+            queue.pop_front();
+        }
+        queue.push_back(wish);
+        drop(queue);
+        self.changed.notify_one();
+    }
+
+    /// Tells the ring to end.
+    pub fn end(&self) {
+        // Under the lock, lest the ring go to sleep just before it is told.
+        let queue = self.lock();
+        self.ended.store(true, Relaxed);
+        drop(queue);
+        self.changed.notify_all();
+    }
+
+    /// Whether the ring shall end.
+    pub fn has_ended(&self) -> bool {
+        self.ended.load(Relaxed)
+    }
+
+    fn take(&self) -> Option<Wish> {
+        self.lock().pop_front()
+    }
+
+    /// Waits until there is a wish, or the end.
+    fn wait(&self) {
+        let queue = self.lock();
+        let is_idle = |queue: &mut VecDeque<Wish>| queue.is_empty() && !self.has_ended();
+        drop(self.changed.wait_while(queue, is_idle));
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, VecDeque<Wish>> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A copy that was started and is not reported yet.
+struct Flight {
+    id: u64,
+    cache: Arc<LayerCache>,
+    slot: Slot,
+    expert: Expert,
+}
+
+/// One model's ring.
+pub struct Ring {
+    pub engine: Box<dyn CopyEngine>,
+    pub model: Arc<Model>,
+    pub device: Arc<HotDevice>,
+    pub wishes: Arc<Wishes>,
+    flights: VecDeque<Flight>,
+    next_id: u64,
+}
+
+impl Ring {
+    /// Nothing under way.
+    pub fn new(engine: Box<dyn CopyEngine>, model: Arc<Model>, device: Arc<HotDevice>, wishes: Arc<Wishes>) -> Self {
+        Self { engine, model, device, wishes, flights: VecDeque::new(), next_id: 0 }
+    }
+
+    /// Carries out the plan and returns when all of it has landed, or at the end.
+    pub fn carry_out(&mut self, mut plan: VecDeque<Wish>) {
+        while !self.is_over() && !(plan.is_empty() && self.flights.is_empty()) {
+            while let Some(wish) = plan.pop_front() {
+                if let Err(wish) = self.start(wish) {
+                    plan.push_front(wish);
+                    break;
+                }
+            }
+            self.settle(GLANCE);
+        }
+        self.land_all();
+    }
+
+    /// Carries out wishes until the end.
+    pub fn serve(&mut self) {
+        while !self.is_over() {
+            match self.wishes.take() {
+                Some(wish) => {
+                    if self.start(wish).is_err() {
+                        // All staging is in flight: this wish is the oldest, and is dropped.
+                        self.settle(GLANCE);
+                    }
+                }
+                None if self.flights.is_empty() => self.wishes.wait(),
+                None => self.settle(GLANCE),
+            }
+        }
+        self.land_all();
+    }
+
+    fn is_over(&self) -> bool {
+        self.wishes.has_ended() || self.device.is_off()
+    }
+
+    /// Starts a copy; gives the wish back if no staging is free.
+    fn start(&mut self, wish: Wish) -> Result<(), Wish> {
+        let Wish { cache, expert, victim } = wish;
+        let slot = {
+            let mut slots = cache.slots();
+            match victim {
+                Some(victim) => slots.start_swap(expert, victim),
+                None => slots.start_fill(expert),
+            }
+        };
+        // Overtaken by events: the expert is there already, the victim is gone, or no slot is spare.
+        let Some(slot) = slot else { return Ok(()) };
+        let id = self.next_id;
+        let copy = Copy { id, target: cache.writer.clone(), slot };
+        let started = self.engine.start(copy, &mut |staging| cache.read_expert(expert, staging));
+        if started == Started::Yes {
+            self.next_id += 1;
+            self.flights.push_back(Flight { id, cache, slot, expert });
+            return Ok(());
+        }
+        cache.slots().abandon(slot);
+        match started {
+            Started::Full => return Err(Wish { cache, expert, victim }),
+            Started::Refused => self.device.turn_off("a copy to it could not be started"),
+            Started::Yes | Started::Unreadable => {}
+        }
+        Ok(())
+    }
+
+    /// Waits a moment for the oldest copy and publishes it if it is whole.
+    fn settle(&mut self, timeout: Duration) {
+        let Some((id, outcome)) = self.engine.wait(timeout) else { return };
+        let Some(flight) =
+            self.flights.iter().position(|flight| flight.id == id).and_then(|at| self.flights.remove(at))
+        else {
+            return;
+        };
+        let Flight { cache, slot, expert, .. } = flight;
+        match outcome {
+            Outcome::Whole => {
+                cache.slots().publish(slot);
+                self.model.add_copied(cache.writer.expert_bytes() as u64);
+            }
+            Outcome::Failed => {
+                cache.slots().abandon(slot);
+                self.device.turn_off(&format!("the copy of expert {} to it failed", expert.0));
+            }
+            Outcome::Lost => {
+                cache.slots().retire(slot);
+                self.device.turn_off("a copy to it did not end");
+            }
+        }
+    }
+
+    /// Lets copies under way land, as long as the device works.
+    fn land_all(&mut self) {
+        while !self.flights.is_empty() && !self.device.is_off() && self.engine.in_flight() > 0 {
+            self.settle(crate::copy::PATIENCE);
+        }
+        // What is still under way may still write: its slots are lost.
+        for Flight { cache, slot, .. } in self.flights.drain(..) {
+            cache.slots().retire(slot);
+        }
+    }
+}
