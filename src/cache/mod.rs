@@ -4,10 +4,14 @@
 //! and bytes; must not know ggml, devices, files, clocks or threads. `engine` joins it to them.
 #![forbid(unsafe_code)]
 
+mod payoff;
 mod plan;
+mod price;
 mod slots;
 
+pub use payoff::{Loss, PayOff};
 pub use plan::{LayerDemand, LayerPlan, Plan, Refusal, SlotRule, TensorBytes};
+pub use price::{Call, MissCosts, MissRule};
 pub use slots::{SlotState, Slots};
 
 use std::fmt;
