@@ -1,6 +1,7 @@
 //! What the user asked for: one typed `Config`, read once from the environment that the launcher fills.
 #![forbid(unsafe_code)]
 
+use crate::cache::MissRule;
 use std::env;
 use std::ffi::{OsStr, OsString};
 use std::fmt;
@@ -17,6 +18,12 @@ pub const HOT_CACHE_MAX_MIB: &str = "LLAMA_ARG_MOE_HOT_CACHE_MAX_MIB";
 pub const HOT_CACHE_AUTO_RESERVE_MIB: &str = "LLAMA_ARG_MOE_HOT_CACHE_AUTO_RESERVE_MIB";
 /// Environment name of `--moe-hot-cache-device`.
 pub const HOT_CACHE_DEVICE: &str = "LLAMA_ARG_MOE_HOT_CACHE_DEVICE";
+/// Environment name of `--moe-hot-cache-update-rate`.
+pub const HOT_CACHE_UPDATE_RATE: &str = "LLAMA_ARG_MOE_HOT_CACHE_UPDATE_RATE";
+/// Environment name of `--moe-hot-cache-miss`.
+pub const HOT_CACHE_MISS: &str = "LLAMA_ARG_MOE_HOT_CACHE_MISS";
+/// Environment name of `--moe-trace-out`.
+pub const TRACE_OUT: &str = "LLAMA_ARG_MOE_TRACE_OUT";
 /// For tests only: so many slots per layer (as far as the budget allows), filled before the next batch is computed.
 pub const TEST_SLOTS: &str = "MOE_HOT_TEST_SLOTS";
 /// For tests only: a file that timings are written to.
@@ -95,6 +102,21 @@ impl FromStr for Reserve {
     }
 }
 
+/// The largest share of a layer's slots that may be replaced per 1,000 tokens, 0 to 1; 0: none ever.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct UpdateRate(pub f32);
+
+impl Eq for UpdateRate {}
+
+impl FromStr for UpdateRate {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let rate = text.parse().ok().filter(|rate| (0.0..=1.0).contains(rate));
+        rate.map(Self).ok_or_else(|| "expected a number from 0 to 1".into())
+    }
+}
+
 /// The resolved configuration of one process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
@@ -108,6 +130,12 @@ pub struct Config {
     pub auto_reserve_mib: u64,
     /// The device to cache on, by ggml's name; `None`: the plugin chooses.
     pub device: Option<String>,
+    /// How fast the set of resident experts may change; `None`: as fast as it pays.
+    pub update_rate: Option<UpdateRate>,
+    /// What to do with an expert that is not resident.
+    pub miss: MissRule,
+    /// Where the routing of every batch is written; `None`: nowhere.
+    pub trace_out: Option<PathBuf>,
     /// See [`TEST_SLOTS`].
     pub test_slots: Option<u32>,
     /// See [`TEST_TIMINGS`].
@@ -140,6 +168,9 @@ impl Config {
             max_mib: max_mib.unwrap_or_default(),
             auto_reserve_mib: reserve.unwrap_or_default().0,
             device: read(HOT_CACHE_DEVICE, given, &mut complaints),
+            update_rate: read(HOT_CACHE_UPDATE_RATE, given, &mut complaints),
+            miss: read(HOT_CACHE_MISS, given, &mut complaints).unwrap_or(MissRule::Auto),
+            trace_out: path(TRACE_OUT),
             test_slots: read(TEST_SLOTS, given, &mut complaints),
             test_timings: path(TEST_TIMINGS),
             complaints,
@@ -151,7 +182,7 @@ impl Config {
 
     /// Whether the user asked for anything that needs experts.
     pub fn takes_experts(&self) -> bool {
-        self.perf_out.is_some() || self.caches()
+        self.perf_out.is_some() || self.trace_out.is_some() || self.caches()
     }
 
     /// Largest batch, in tokens, whose resident experts run on the device.
@@ -243,6 +274,9 @@ mod tests {
             (HOT_CACHE_MAX_MIB, "700"),
             (HOT_CACHE_AUTO_RESERVE_MIB, "0"),
             (HOT_CACHE_DEVICE, "CUDA0"),
+            (HOT_CACHE_UPDATE_RATE, "0.25"),
+            (HOT_CACHE_MISS, "copy"),
+            (TRACE_OUT, "/trace"),
             (TEST_SLOTS, "4"),
             (TEST_TIMINGS, "/t"),
         ]);

@@ -3,16 +3,41 @@
 //! Pure: times are told, in nanoseconds; nothing is measured here. What a copy costs is first learnt from copies in the
 //! background, so that a slow bus is never tried out while a token waits.
 
+use std::fmt;
+use std::str::FromStr;
+
 /// What to do with an expert that is not resident.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MissRule {
     /// The CPU computes it.
-    #[default]
     Cpu,
     /// It is copied at once and the device computes it, as far as there are spare slots.
     Copy,
     /// Whichever is cheaper, by what both cost.
     Auto,
+}
+
+impl FromStr for MissRule {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "cpu" => Ok(Self::Cpu),
+            "copy" => Ok(Self::Copy),
+            "auto" => Ok(Self::Auto),
+            _ => Err("expected cpu, copy or auto".into()),
+        }
+    }
+}
+
+impl fmt::Display for MissRule {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Cpu => "cpu",
+            Self::Copy => "copy",
+            Self::Auto => "auto",
+        })
+    }
 }
 
 /// The weight of a new sample. Every layer of every token gives one, so this is about a token's worth of memory.

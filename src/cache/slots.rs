@@ -74,6 +74,25 @@ impl Slots {
         self.states.get(usize::from(slot.0)).copied()
     }
 
+    /// Whether `expert` is neither resident nor being filled. False for ids out of range.
+    pub fn is_cold(&self, expert: Expert) -> bool {
+        self.places.get(usize::from(expert.0)) == Some(&Place::Cold)
+    }
+
+    /// Experts that are resident and stay so: nobody is on the way to take their place.
+    pub fn staying(&self) -> impl Iterator<Item = Expert> {
+        let resident = self.states.iter().filter_map(|state| match state {
+            SlotState::Resident(expert) => Some(*expert),
+            _ => None,
+        });
+        resident.filter(|expert| !self.victims.contains(&Some(*expert)))
+    }
+
+    /// Slots that an expert is being copied into.
+    pub fn n_filling(&self) -> usize {
+        self.states.iter().filter(|state| matches!(state, SlotState::Filling(_))).count()
+    }
+
     /// Slots of any state.
     pub fn n_slots(&self) -> usize {
         self.states.len()

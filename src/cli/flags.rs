@@ -1,8 +1,10 @@
 //! Our own flags, which stand among the program's arguments.
 
 use crate::Error;
+use crate::cache::MissRule;
 use crate::config::{
-    self, Budget, HOT_CACHE, HOT_CACHE_AUTO_RESERVE_MIB, HOT_CACHE_DEVICE, HOT_CACHE_MAX_MIB, PERF_OUT, Reserve,
+    self, Budget, HOT_CACHE, HOT_CACHE_AUTO_RESERVE_MIB, HOT_CACHE_DEVICE, HOT_CACHE_MAX_MIB, HOT_CACHE_MISS,
+    HOT_CACHE_UPDATE_RATE, PERF_OUT, Reserve, TRACE_OUT, UpdateRate,
 };
 use crate::gguf::ModelFile;
 use crate::routing::{Demand, Profile, folder_of};
@@ -35,12 +37,21 @@ pub struct MoeFlags {
     /// The GPU to keep experts on, as --list-devices names it (default: chosen by moe-hot)
     #[arg(long = "moe-hot-cache-device", value_name = "NAME", value_parser = NonEmptyStringValueParser::new())]
     pub device: Option<String>,
+    /// Largest share of a layer's experts on the GPU that may be replaced per 1000 tokens; 0: none (default: as it pays)
+    #[arg(long = "moe-hot-cache-update-rate", value_name = "F", allow_negative_numbers = true)]
+    pub update_rate: Option<UpdateRate>,
+    /// Where an expert is computed that is not on the GPU: cpu, copy (on the GPU, after a copy), or auto (default: auto)
+    #[arg(long = "moe-hot-cache-miss", value_name = "RULE")]
+    pub miss: Option<MissRule>,
+    /// Write the experts of every token to FILE, for moe-hot replay.
+    #[arg(long = "moe-trace-out", value_name = "FILE")]
+    pub trace_out: Option<PathBuf>,
 }
 
 impl MoeFlags {
     /// Whether the plugin will take experts.
     pub fn take_experts(&self) -> bool {
-        self.perf_out.is_some() || self.cache()
+        self.perf_out.is_some() || self.trace_out.is_some() || self.cache()
     }
 
     /// Whether the plugin will keep experts on a device.
@@ -60,6 +71,9 @@ impl MoeFlags {
         if let Some(path) = &mut self.perf_out {
             *path = check_output(path).context("--moe-layer-perf-out")?;
         }
+        if let Some(path) = &mut self.trace_out {
+            *path = check_trace(path).context("--moe-trace-out")?;
+        }
         if let Some(path) = &mut self.hot_cache {
             *path = check_input(path, model).context("--moe-hot-cache")?;
         }
@@ -75,6 +89,9 @@ impl MoeFlags {
             (HOT_CACHE_MAX_MIB, self.max_mib.map(|budget| budget.to_string().into())),
             (HOT_CACHE_AUTO_RESERVE_MIB, self.auto_reserve_mib.map(|reserve| reserve.0.to_string().into())),
             (HOT_CACHE_DEVICE, self.device.clone().map(OsString::from)),
+            (HOT_CACHE_UPDATE_RATE, self.update_rate.map(|rate| rate.0.to_string().into())),
+            (HOT_CACHE_MISS, self.miss.map(|rule| rule.to_string().into())),
+            (TRACE_OUT, path(&self.trace_out)),
         ];
         all.into_iter().filter_map(|(name, value)| Some((name, value?))).collect()
     }
@@ -85,6 +102,8 @@ impl MoeFlags {
             (self.max_mib.is_some(), "--moe-hot-cache-max-mib"),
             (self.auto_reserve_mib.is_some(), "--moe-hot-cache-auto-reserve-mib"),
             (self.device.is_some(), "--moe-hot-cache-device"),
+            (self.update_rate.is_some(), "--moe-hot-cache-update-rate"),
+            (self.miss.is_some(), "--moe-hot-cache-miss"),
         ];
         given.into_iter().find_map(|(is_given, flag)| is_given.then_some(flag))
     }
@@ -94,7 +113,10 @@ impl MoeFlags {
         fill(&mut self.hot_cache, HOT_CACHE, |_, path| Ok(path.into()))?;
         fill(&mut self.max_mib, HOT_CACHE_MAX_MIB, config::parse)?;
         fill(&mut self.auto_reserve_mib, HOT_CACHE_AUTO_RESERVE_MIB, config::parse)?;
-        fill(&mut self.device, HOT_CACHE_DEVICE, config::parse)
+        fill(&mut self.device, HOT_CACHE_DEVICE, config::parse)?;
+        fill(&mut self.update_rate, HOT_CACHE_UPDATE_RATE, config::parse)?;
+        fill(&mut self.miss, HOT_CACHE_MISS, config::parse)?;
+        fill(&mut self.trace_out, TRACE_OUT, |_, path| Ok(path.into()))
     }
 }
 
@@ -162,14 +184,28 @@ fn first_line(error: &clap::Error) -> String {
     text.lines().next().unwrap_or_default().trim_start_matches("error: ").to_owned()
 }
 
+/// A path where a trace may be written: absolute, in an existing writable folder, free or a regular file.
+fn check_trace(path: &Path) -> Result<PathBuf> {
+    let path = std::path::absolute(path).with_context(|| format!("{path:?}: expected a file name"))?;
+    if std::fs::metadata(&path).is_ok_and(|meta| !meta.is_file()) {
+        bail!("{}: expected a new file or an earlier trace", path.display());
+    }
+    check_folder_of(&path)?;
+    Ok(path)
+}
+
+fn check_folder_of(path: &Path) -> Result<()> {
+    let folder = folder_of(path);
+    tempfile::tempfile_in(&folder).map(drop).with_context(|| {
+        format!("{}: expected an existing folder that can be written to: {}", path.display(), folder.display())
+    })
+}
+
 /// A path where a profile may be written: absolute, in an existing writable folder, free or held by a profile.
 fn check_output(path: &Path) -> Result<PathBuf> {
     let path = std::path::absolute(path).with_context(|| format!("{path:?}: expected a file name"))?;
     Profile::read_if_any(&path).context("expected a new file or an earlier profile")?;
-    let folder = folder_of(&path);
-    tempfile::tempfile_in(&folder).with_context(|| {
-        format!("{}: expected an existing folder that can be written to: {}", path.display(), folder.display())
-    })?;
+    check_folder_of(&path)?;
     Ok(path)
 }
 

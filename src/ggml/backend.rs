@@ -110,10 +110,11 @@ impl Backend {
 
     /// Uploads, computes and downloads without waiting, runs `meanwhile` on this thread, then waits for the device.
     ///
-    /// If the device refuses the graph `meanwhile` is not run, and the status is returned.
-    pub fn compute_while<R>(
+    /// If the device refuses the graph `meanwhile` is not run, and the status is returned. `weights` go ahead of all else.
+    pub fn compute_while<'a, R>(
         &mut self,
         graph: &mut OwnGraph,
+        weights: impl Iterator<Item = Upload<'a>>,
         input: Transfer<&HostBlock>,
         output: Transfer<&mut HostBlock>,
         meanwhile: impl FnOnce() -> R,
@@ -127,6 +128,13 @@ impl Backend {
         graph.check_range(output.tensor, 0, output.len)?;
         // Waits on every way out, a panic of `meanwhile` included: until then the device uses blocks and graph.
         let _wait = WaitOnDrop(self);
+        for Upload { tensor, offset, bytes } in weights {
+            graph.check_range(tensor, offset, bytes.len())?;
+            // SAFETY: the range was checked; the bytes are borrowed for longer than this call, which waits.
+            unsafe {
+                sys::ggml_backend_tensor_set_async(raw, graph.tensor(tensor), bytes.as_ptr().cast(), offset, bytes.len());
+            }
+        }
         // SAFETY: ranges were checked; blocks and graph are borrowed until `_wait` is dropped.
         let status = unsafe {
             sys::ggml_backend_tensor_set_async(raw, graph.tensor(input.tensor), from.cast(), 0, input.len);

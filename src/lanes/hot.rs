@@ -6,7 +6,8 @@ use super::Requests;
 use super::job::{Jobs, Rebuilt};
 use super::pool::Pool;
 use super::requests::Form;
-use crate::ggml::{Backend, BufferType, Device, Graph, HostBlock, Memory, Status, Transfer};
+use crate::cache::{Expert, Slot};
+use crate::ggml::{Backend, BufferType, Device, Graph, HostBlock, Memory, Status, Transfer, Upload};
 use crate::moe::Ffn;
 use crate::{Error, Result};
 use std::sync::Arc;
@@ -104,13 +105,14 @@ impl HotLane {
 
     /// Computes some of the split's requests on the device, and `meanwhile` on this thread; returns when both are done.
     ///
-    /// If the device refuses, `meanwhile` is not run and the status is returned. Nothing of the split is written before
+    /// `copies` says which experts to bring into which slots first. If the device refuses, `meanwhile` is not run and the status is returned. Nothing of the split is written before
     /// [`HotLane::write_rows`].
     pub fn compute_while<R>(
         &mut self,
         layer: HotIndex,
         split: &Graph<'_>,
         requests: &Requests,
+        copies: &[(Expert, Slot)],
         meanwhile: impl FnOnce() -> R,
     ) -> Result<Result<R, Status>> {
         let form = requests.form();
@@ -127,7 +129,22 @@ impl HotLane {
         requests.write_inputs(inputs, job.input_offset, ffn, form, &rows)?;
         let input = Transfer { tensor: job.inputs, len: job.inputs_bytes, block: &*inputs };
         let output = Transfer { tensor: job.output, len: job.output_bytes, block: outputs };
-        self.backend.compute_while(&mut job.graph, input, output, meanwhile)
+        let tensors = &job.weights;
+        let weights = copies.iter().flat_map(|&copy| ffn.weights.iter().zip(tensors).enumerate().map(move |w| (copy, w)));
+        let weights = weights.map_while(|((expert, slot), (index, (shape, &tensor)))| {
+            let len = shape.expert_bytes;
+            let bytes = ffn.weight(split, index)?.weight_bytes(usize::from(expert.0) * len, len)?;
+            Some(Upload { tensor, offset: usize::from(slot.0) * len, bytes })
+        });
+        self.backend.compute_while(&mut job.graph, weights, input, output, meanwhile)
+    }
+
+    /// Whether experts of this layer can be copied while a token waits: the recipe's tensors are all that the pool holds,
+    /// and their bytes are at hand.
+    pub fn can_copy(&self, layer: HotIndex, split: &Graph<'_>) -> bool {
+        let HotLayer { pool, ffn, .. } = &self.layers[layer.0];
+        let is_at_hand = |index| ffn.weight(split, index).is_some_and(|tensor| tensor.weight_bytes(0, 0).is_some());
+        pool.n_tensors() == ffn.weights.len() && (0..ffn.weights.len()).all(is_at_hand)
     }
 
     /// Writes the rows of the last [`HotLane::compute_while`] to where they belong in the split.

@@ -96,8 +96,8 @@ impl Rebuilt {
     /// A job whose weights are shown at each computation.
     pub fn finish_unbound(mut self, scratch: &Arc<Memory>) -> Result<Job> {
         let output_offset = self.place_scratch(scratch)?;
-        let weights = std::mem::take(&mut self.weights);
-        self.finish(output_offset, weights)
+        let bound = self.weights.clone();
+        self.finish(output_offset, bound)
     }
 
     /// A job whose weights lie in `memory`, each at its offset.
@@ -118,6 +118,7 @@ impl Rebuilt {
             output: self.output,
             output_bytes,
             output_offset,
+            weights: self.weights,
             graph: self.builder.finish(bound)?,
         })
     }
@@ -135,6 +136,8 @@ pub struct Job {
     pub output_bytes: usize,
     /// First output row, in bytes from the start of the scratch memory.
     pub output_offset: usize,
+    /// By place in [`Ffn::weights`].
+    pub weights: Vec<TensorIndex>,
 }
 
 /// Jobs by form, made when first needed and kept.

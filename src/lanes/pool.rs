@@ -46,6 +46,11 @@ impl Pool {
         self.slots
     }
 
+    /// Tensors of each expert.
+    pub fn n_tensors(&self) -> usize {
+        self.shapes.len()
+    }
+
     /// First byte of tensor number `index`.
     pub fn offset(&self, index: usize) -> usize {
         self.offsets[index]
