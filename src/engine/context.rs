@@ -3,7 +3,7 @@
 use super::parted::Lanes;
 use super::splits::{Seen, Splits};
 use super::{Engine, engine};
-use crate::ggml::{AbortCallback, Graph, Ids, Level, Status, log, sys};
+use crate::ggml::{AbortCallback, Graph, Ids, Level, Status, graphs_built, log, sys};
 use crate::perf::Stopwatch;
 use crate::routing::check_ids;
 use crate::{Error, Result};
@@ -37,7 +37,7 @@ impl Context {
     ///
     /// A split with ids outside the layer fails and leaves everything as it was.
     pub fn compute(&mut self, split: &Graph<'_>) -> Status {
-        self.watch.start();
+        self.watch.start(graphs_built());
         let blocks = self.splits.blocks(split);
         if let Err(error) = blocks.iter().try_for_each(|seen| check(split, seen)) {
             log(Level::Error, &error.to_string());
@@ -52,7 +52,8 @@ impl Context {
         let Ok(ids) = ids_of(split, seen) else { return sys::GGML_STATUS_FAILED };
         let status = self.lanes.compute(split, seen, &ids, self.engine.config(), &mut self.watch);
         let calls = count(split, seen, self.lanes.served_hot());
-        self.watch.stop(ids.n_used() * ids.n_tokens(), || self.lanes.served_hot().filter(|&hot| hot).count());
+        let hits = || self.lanes.served_hot().filter(|&hot| hot).count();
+        self.watch.stop(graphs_built(), ids.n_used() * ids.n_tokens(), hits);
         if let Some(model) = &self.splits.model {
             self.engine.consider_fill(model, calls);
         }

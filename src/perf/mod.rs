@@ -30,6 +30,8 @@ pub struct LayerTimes {
     pub mixed: Times,
     /// All resident.
     pub all_hot: Times,
+    /// Any of these, where graphs were made during the call: each is made once.
+    pub first: Times,
 }
 
 impl Times {
@@ -49,6 +51,7 @@ impl LayerTimes {
         self.all_cold.add(&other.all_cold);
         self.mixed.add(&other.mixed);
         self.all_hot.add(&other.all_hot);
+        self.first.add(&other.first);
     }
 }
 
@@ -63,6 +66,8 @@ struct Laps {
     start: Instant,
     launched: Instant,
     computed: Instant,
+    /// Graphs made before the call.
+    n_graphs: u64,
 }
 
 impl Stopwatch {
@@ -71,11 +76,11 @@ impl Stopwatch {
         Self { running: None, times: is_on.then(LayerTimes::default) }
     }
 
-    /// A layer call begins.
-    pub fn start(&mut self) {
+    /// A layer call begins; `n_graphs` were made before it.
+    pub fn start(&mut self, n_graphs: u64) {
         if self.times.is_some() {
             let now = Instant::now();
-            self.running = Some(Laps { start: now, launched: now, computed: now });
+            self.running = Some(Laps { start: now, launched: now, computed: now, n_graphs });
         }
     }
 
@@ -94,12 +99,14 @@ impl Stopwatch {
         }
     }
 
-    /// The layer call is over; `hits` of its `requests` ran on the device (asked for only if it is timed).
-    pub fn stop(&mut self, requests: usize, hits: impl FnOnce() -> usize) {
+    /// The layer call is over, `n_graphs` were made until now; `hits` of its `requests` ran on the device (asked for only
+    /// if it is timed).
+    pub fn stop(&mut self, n_graphs: u64, requests: usize, hits: impl FnOnce() -> usize) {
         let (Some(laps), Some(times)) = (self.running.take(), &mut self.times) else { return };
         let end = Instant::now();
         let hits = hits();
         let times = match hits {
+            _ if n_graphs != laps.n_graphs => &mut times.first,
             0 => &mut times.all_cold,
             _ if hits == requests => &mut times.all_hot,
             _ => &mut times.mixed,
@@ -126,21 +133,22 @@ mod tests {
     #[test]
     fn calls_are_told_apart_by_how_much_of_them_ran_on_the_device() {
         let mut watch = Stopwatch::new(true);
-        for hits in [0, 3, 8, 8] {
-            watch.start();
+        for (n_graphs, hits) in [(3, 8), (2, 0), (2, 3), (2, 8), (2, 8)] {
+            watch.start(2);
             watch.launched();
             watch.computed();
-            watch.stop(8, || hits);
+            watch.stop(n_graphs, 8, || hits);
         }
-        let times = watch.times().unwrap();
-        assert_eq!([times.all_cold, times.mixed, times.all_hot].map(|t| (t.calls, t.hits)), [(1, 0), (1, 3), (2, 16)]);
+        let LayerTimes { all_cold, mixed, all_hot, first } = watch.times().unwrap();
+        let calls_and_hits = [all_cold, mixed, all_hot, first].map(|times| (times.calls, times.hits));
+        assert_eq!(calls_and_hits, [(1, 0), (1, 3), (2, 16), (1, 8)]);
     }
 
     #[test]
     fn one_that_is_off_times_nothing() {
         let mut watch = Stopwatch::new(false);
-        watch.start();
-        watch.stop(8, || 8);
+        watch.start(0);
+        watch.stop(0, 8, || 8);
         assert_eq!(watch.times(), None);
     }
 }
