@@ -6,11 +6,13 @@
 
 mod payoff;
 mod plan;
+mod policy;
 mod price;
 mod slots;
 
 pub use payoff::{Loss, PayOff};
-pub use plan::{LayerDemand, LayerPlan, Plan, Refusal, SlotRule, TensorBytes};
+pub use plan::{LayerDemand, LayerPlan, Plan, Refusal, SlotRule, Spare, TensorBytes};
+pub use policy::{Blend, CopyCost, Decider, ranks, worth_of_ranks};
 pub use price::{Call, MissCosts, MissRule};
 pub use slots::{SlotState, Slots};
 

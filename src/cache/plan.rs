@@ -16,6 +16,26 @@ pub struct TensorBytes {
     pub padding: Bytes,
 }
 
+/// Which of a layer's slots are kept for experts on their way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Spare {
+    /// None: the set is fixed.
+    None,
+    /// One, once there are a few: experts that stay are worth more than room for those that come (field.md, lesson 2).
+    One,
+}
+
+impl Spare {
+    /// Fewer slots than this are all needed for residents.
+    const LEAST_SLOTS: u16 = 4;
+
+    /// Spare ones among `slots` slots of a layer. What is left never falls as `slots` grows.
+    pub fn of(self, slots: u16, n_expert: u16) -> u16 {
+        let is_worth_it = self == Self::One && slots >= Self::LEAST_SLOTS && slots < n_expert;
+        u16::from(is_worth_it)
+    }
+}
+
 /// One layer's geometry, and how often each of its experts was asked for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LayerDemand {
@@ -29,6 +49,8 @@ pub struct LayerDemand {
     pub tensors: Vec<TensorBytes>,
     /// Each tensor begins at a multiple of this. Zero means anywhere.
     pub alignment: Bytes,
+    /// Which of its slots hold no expert of the plan.
+    pub spare: Spare,
     /// Requests per expert from the profile, `[n_expert]`; `None` if the profile lacks this layer.
     pub counts: Option<Vec<u64>>,
 }
@@ -178,6 +200,8 @@ impl Plan {
 
 /// The experts of one layer that were asked for, hottest first.
 struct Ranking {
+    n_expert: u16,
+    spare: Spare,
     /// With their requests, never 0. Ties by id.
     experts: Vec<(Expert, u64)>,
     /// Requests of all experts: at most 2^80, so it cannot overflow.
@@ -196,12 +220,13 @@ impl Ranking {
         experts.retain(|&(_, count)| count > 0);
         experts.sort_by_key(|&(_, count)| Reverse(count));
         let total = counts.iter().copied().map(u128::from).sum();
-        Ok(Self { experts, total, n_used: demand.n_used })
+        Ok(Self { experts, total, n_expert: demand.n_expert, n_used: demand.n_used, spare: demand.spare })
     }
 
     /// The experts that this many slots hold.
     fn hottest(&self, slots: u16) -> &[(Expert, u64)] {
-        &self.experts[..self.experts.len().min(slots.into())]
+        let residents = slots - self.spare.of(slots, self.n_expert);
+        &self.experts[..self.experts.len().min(residents.into())]
     }
 
     /// Hits per token expected of experts with `count` requests, 0 to `n_used`.
@@ -219,7 +244,7 @@ impl Ranking {
 
     /// Hits per token expected of one more slot.
     fn hits_of_next(&self, slots: u16) -> f64 {
-        self.experts.get(usize::from(slots)).map_or(0.0, |&(_, count)| self.hits(count.into()))
+        self.hits_of_slots(slots.saturating_add(1)) - self.hits_of_slots(slots)
     }
 }
 

@@ -144,6 +144,27 @@ impl Slots {
         Some(slot)
     }
 
+    /// Takes the slot of `victim` for `expert` at once: from now on neither can be used, until the copy is complete.
+    ///
+    /// `None` if the expert is not cold, or the victim is not resident, used by a launch, or the victim of a fill.
+    pub fn start_replace(&mut self, expert: Expert, victim: Expert) -> Option<Slot> {
+        let slot = self.resident(victim)?;
+        let is_used = self.users[usize::from(slot.0)] > 0 || self.victims.contains(&Some(victim));
+        if is_used || !self.is_cold(expert) {
+            return None;
+        }
+        self.places[usize::from(victim.0)] = Place::Cold;
+        self.places[usize::from(expert.0)] = Place::Filling;
+        self.states[usize::from(slot.0)] = SlotState::Filling(expert);
+        self.n_resident -= 1;
+        Some(slot)
+    }
+
+    /// Whether no launch uses the slot of this resident expert.
+    pub fn is_unused(&self, expert: Expert) -> bool {
+        self.resident(expert).is_some_and(|slot| self.users[usize::from(slot.0)] == 0)
+    }
+
     /// The slot's copy is complete: its expert can be used from now on, and its victim no more.
     ///
     /// This and the two below answer with the expert; for a slot that is not being filled they change nothing and answer
@@ -212,6 +233,7 @@ mod tests {
     enum Operation {
         StartFill(Expert),
         StartSwap(Expert, Expert),
+        StartReplace(Expert, Expert),
         Publish(Slot),
         Retire(Slot),
         Abandon(Slot),
@@ -228,6 +250,7 @@ mod tests {
         prop_oneof![
             4 => expert().prop_map(Operation::StartFill),
             4 => (expert(), expert()).prop_map(|(expert, victim)| Operation::StartSwap(expert, victim)),
+            2 => (expert(), expert()).prop_map(|(expert, victim)| Operation::StartReplace(expert, victim)),
             4 => slot().prop_map(Operation::Publish),
             1 => slot().prop_map(Operation::Retire),
             2 => slot().prop_map(Operation::Abandon),
@@ -262,6 +285,15 @@ mod tests {
         fn may_swap(&self, expert: Expert, victim: Expert) -> bool {
             let is_resident = self.states.contains(&SlotState::Resident(victim));
             self.may_fill(expert) && is_resident && !self.victims.contains(&Some(victim))
+        }
+
+        /// The slot of a victim that nothing holds back.
+        fn may_replace(&self, expert: Expert, victim: Expert) -> Option<Slot> {
+            let held = [SlotState::Filling(expert), SlotState::Resident(expert)];
+            let is_cold = expert.0 < N_EXPERT && !held.iter().any(|state| self.states.contains(state));
+            let slot = self.find(SlotState::Resident(victim)).filter(|_| is_cold)?;
+            let is_used = self.launches.iter().any(|&(used, _)| used == slot) || self.victims.contains(&Some(victim));
+            (!is_used).then_some(slot)
         }
 
         fn end_fill(&mut self, slot: Slot, next: impl Fn(Expert) -> SlotState) -> Option<Expert> {
@@ -313,6 +345,13 @@ mod tests {
                 let started = slots.start_swap(expert, victim);
                 prop_assert_eq!(started.is_some(), naive.may_swap(expert, victim));
                 started.map_or(Ok(()), |slot| filled(naive, slot, expert, Some(victim)))?;
+            }
+            Operation::StartReplace(expert, victim) => {
+                let slot = slots.start_replace(expert, victim);
+                prop_assert_eq!(slot, naive.may_replace(expert, victim));
+                if let Some(slot) = slot {
+                    naive.states[usize::from(slot.0)] = SlotState::Filling(expert);
+                }
             }
             Operation::Publish(slot) => prop_assert_eq!(slots.publish(slot), naive.end_fill(slot, SlotState::Resident)),
             Operation::Retire(slot) => {

@@ -1,10 +1,11 @@
 //! The hot device: which one it is, how much of its memory is ours, and whether it still works.
 
-use crate::cache::Bytes;
+use crate::cache::{Bytes, CopyCost, MissCosts};
 use crate::config::{Budget, Config};
 use crate::ggml::{Device, Level, log};
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 /// What a device may round an allocation up to. More than that in its report is someone else's.
 const GRANULARITY: Bytes = Bytes(2 << 20);
@@ -34,8 +35,15 @@ pub struct HotDevice {
     budget: Budget,
     reserve: Bytes,
     used: Mutex<Bytes>,
+    /// What copies and misses cost. Locked for a few operations on numbers.
+    costs: Mutex<MissCosts>,
+    /// Calls of a layer between a wish and its landing: a moving average, in [`LAG_UNITS`].
+    lag: AtomicU32,
     off: AtomicBool,
 }
+
+/// Fractions of a call that lags are kept in.
+const LAG_UNITS: u32 = 16;
 
 /// Bytes of the device's memory that count against the budget until dropped.
 pub struct Claim {
@@ -47,7 +55,15 @@ impl HotDevice {
     /// Nothing used yet.
     pub fn new(device: Device, config: &Config) -> Self {
         let reserve = Bytes::from_mib(config.auto_reserve_mib);
-        Self { device, budget: config.max_mib, reserve, used: Mutex::default(), off: AtomicBool::new(false) }
+        Self {
+            device,
+            budget: config.max_mib,
+            reserve,
+            used: Mutex::default(),
+            costs: Mutex::default(),
+            lag: AtomicU32::new(0),
+            off: AtomicBool::new(false),
+        }
     }
 
     /// The device.
@@ -69,6 +85,28 @@ impl HotDevice {
                 &format!("hot cache off on {name}: {reason}; experts run on the CPU, answers stay the same"),
             );
         }
+    }
+
+    /// What copies and misses cost.
+    pub fn costs(&self) -> MutexGuard<'_, MissCosts> {
+        self.costs.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A copy in the background has landed: how long it took if none was before it, and how many calls late it came.
+    pub fn copied(&self, took: Option<Duration>, lag: Option<u32>) {
+        if let Some(took) = took {
+            self.costs().learn_background(took.as_nanos() as f32);
+        }
+        if let Some(lag) = lag {
+            let old = self.lag.load(Relaxed);
+            let new = lag.saturating_mul(LAG_UNITS);
+            self.lag.store(old - old / 8 + new / 8, Relaxed);
+        }
+    }
+
+    /// What a copy in the background costs, for admission.
+    pub fn copy_cost(&self) -> CopyCost {
+        CopyCost { price: self.costs().copy_in_misses(), lag: self.lag.load(Relaxed) / LAG_UNITS }
     }
 
     /// Bytes that may still be taken, measured now: contexts, draft models and projectors come late.
@@ -118,7 +156,7 @@ impl HotDevice {
         (made, Claim { owner: self.clone(), bytes })
     }
 
-    fn used(&self) -> std::sync::MutexGuard<'_, Bytes> {
+    fn used(&self) -> MutexGuard<'_, Bytes> {
         self.used.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

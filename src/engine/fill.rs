@@ -1,11 +1,12 @@
 //! Filling a model's cache: plan, allocate, copy. Runs in a thread of its own while decoding goes on.
 
 use super::device::HotDevice;
-use super::layer::{Layer, LayerCache, Part, Sight};
+use super::layer::{Layer, LayerCache, LayerState, Part, Sight};
+use super::learner::Learner;
 use super::model::Model;
 use super::ring::{Ring, Wish, Wishes};
-use crate::cache::{self, Bytes, LayerDemand, Plan, SlotRule, TensorBytes};
-use crate::config::Config;
+use crate::cache::{self, Bytes, LayerDemand, Plan, SlotRule, Slots, Spare, TensorBytes, ranks, worth_of_ranks};
+use crate::config::{Config, UpdateRate};
 use crate::copy::{CopyEngine, PortableEngine};
 use crate::ggml::{BufferType, Level, log};
 use crate::lanes::{Pool, padding, try_out};
@@ -129,9 +130,35 @@ impl Fill {
             n_used: u16::try_from(layer.n_used).map_err(too_many)?,
             tensors: self.tensor_bytes(&parts).map_err(|error| error.to_string())?,
             alignment: Bytes(self.kind().map_err(|error| error.to_string())?.alignment() as u64),
+            spare: self.spare(),
             counts,
         };
         Ok((Candidate { layer: layer.clone(), number: demand.layer.0, n_expert, parts, demand }, scratch))
+    }
+
+    /// Whether the set of residents follows the text. Tests fix it with their number of slots, unless they give a rate too.
+    fn learns(&self) -> bool {
+        let is_fixed = match self.config.update_rate {
+            Some(UpdateRate(rate)) => rate == 0.0,
+            None => self.config.test_slots.is_some(),
+        };
+        !is_fixed
+    }
+
+    fn spare(&self) -> Spare {
+        if self.learns() { Spare::One } else { Spare::None }
+    }
+
+    /// All slots free, and what an earlier run has learnt.
+    fn state(&self, demand: &LayerDemand, n_slots: u16) -> LayerState {
+        let learner = || {
+            let counts: Vec<f32> = demand.counts.iter().flatten().map(|&count| count as f32).collect();
+            let ranks = if counts.is_empty() { vec![0; demand.n_expert.into()] } else { ranks(&counts) };
+            let n_spare = demand.spare.of(n_slots, demand.n_expert);
+            let worth = worth_of_ranks(&ranks, demand.n_used);
+            Learner::new(&worth, n_slots, n_spare, demand.n_used, self.config.update_rate)
+        };
+        LayerState { slots: Slots::new(demand.n_expert, n_slots), learner: self.learns().then(learner) }
     }
 
     fn kind(&self) -> Result<BufferType> {
@@ -196,9 +223,9 @@ impl Fill {
             if let Some(error) = error {
                 return Err(error);
             }
-            let Some((pool, claim)) = made else { return Ok(None) };
-            let parts = candidate.parts.clone();
-            let cache = LayerCache::new(pool, claim, candidate.n_expert, self.device.clone(), parts)?;
+            let Some(made) = made else { return Ok(None) };
+            let (parts, state) = (candidate.parts.clone(), self.state(&candidate.demand, layer.slots));
+            let cache = LayerCache::new(made, self.device.clone(), parts, state, self.wishes.clone())?;
             caches.push(Some(Arc::new(cache)));
         }
         Ok(Some(caches))
@@ -224,7 +251,7 @@ impl Fill {
 
     /// Copies the planned experts, hottest first. Each serves from the moment it is complete.
     fn copy(&self, plan: &Plan, caches: &[Option<Arc<LayerCache>>]) {
-        if plan.fills.is_empty() {
+        if plan.fills.is_empty() && !self.learns() {
             return;
         }
         let expert_bytes = caches.iter().flatten().map(|cache| cache.writer.expert_bytes()).max().unwrap_or(0);
@@ -233,11 +260,16 @@ impl Fill {
             Ok(engine) => engine,
             Err(error) => return self.device.turn_off(&format!("nothing can be copied to it ({error})")),
         };
-        let wish =
-            |&(index, expert): &(usize, _)| Some(Wish { cache: caches.get(index)?.clone()?, expert, victim: None });
+        let wish = |&(index, expert): &(usize, _)| {
+            Some(Wish { cache: caches.get(index)?.clone()?, expert, victim: None, wished_at: None })
+        };
         let fills = plan.fills.iter().filter_map(wish).collect();
         let mut ring = Ring::new(engine, self.model.clone(), self.device.clone(), self.wishes.clone());
         ring.carry_out(fills);
+        if self.learns() {
+            self.wishes.forget();
+            ring.serve();
+        }
     }
 
     fn copy_engine(&self, expert_bytes: usize) -> Result<Box<dyn CopyEngine>> {

@@ -1,8 +1,10 @@
 //! One MoE layer of a model: its counts, the tensors that make up its experts, and its cache.
 
 use super::device::{Claim, HotDevice};
+use super::learner::Learner;
+use super::ring::Wishes;
 use crate::Result;
-use crate::cache::{Expert, Slots};
+use crate::cache::{Expert, Slot, Slots};
 use crate::ggml::{Graph, SharedWeights, Tensor};
 use crate::lanes::{Pool, PoolWriter};
 use crate::moe::{Ffn, Shape, WeightShape};
@@ -58,13 +60,63 @@ pub struct LayerCache {
     pub pool: Arc<Pool>,
     /// The way into it.
     pub writer: Arc<PoolWriter>,
-    /// Locked for as long as it takes to look up a batch's experts or to change one slot.
-    slots: Mutex<Slots>,
+    /// Locked for as long as it takes to look up a batch's experts, to learn from them, or to change one slot.
+    state: Mutex<LayerState>,
+    /// Where wishes for copies go.
+    pub wishes: Arc<Wishes>,
     /// The device it is on.
     pub device: Arc<HotDevice>,
     /// The pool's tensors, in its order.
     parts: Vec<Part>,
     _claim: Claim,
+}
+
+/// What each slot of a layer holds, and what is learnt about what it should hold.
+pub struct LayerState {
+    pub slots: Slots,
+    /// `None`: the set is fixed.
+    pub learner: Option<Learner>,
+}
+
+impl LayerState {
+    /// Takes a slot for a missed expert that is copied while its token waits: a free one while there is room for one more
+    /// resident, else that of the resident that is worth least and in nobody's use.
+    pub fn start_copy(&mut self, id: i32) -> Option<(Expert, Slot)> {
+        let expert = Expert(u16::try_from(id).ok()?);
+        let slots = &mut self.slots;
+        let slot = match &mut self.learner {
+            Some(learner) if !learner.has_room(slots) => {
+                let victim = learner.worst(slots.staying().filter(|&resident| slots.is_unused(resident)))?;
+                slots.start_replace(expert, victim)
+            }
+            _ => slots.start_fill(expert),
+        };
+        Some((expert, slot?))
+    }
+
+    /// Such a copy is over.
+    pub fn end_copy(&mut self, slot: Slot, is_done: bool) {
+        if is_done {
+            self.slots.publish(slot);
+        } else {
+            self.slots.abandon(slot);
+        }
+    }
+
+    /// Learns from a call's routing. Returns the copy to wish for, if one pays: who comes, who goes, and the calls so far.
+    pub fn learn(
+        &mut self,
+        ids: impl Iterator<Item = i32>,
+        n_tokens: usize,
+        device: &HotDevice,
+    ) -> Option<(Expert, Option<Expert>, u32)> {
+        let learner = self.learner.as_mut()?;
+        if learner.observe(ids, n_tokens) {
+            learner.set_cost(device.copy_cost());
+        }
+        let (expert, victim) = learner.wish(&self.slots)?;
+        Some((expert, victim, learner.calls()))
+    }
 }
 
 impl Layer {
@@ -149,15 +201,21 @@ impl Layer {
 
 impl LayerCache {
     /// All slots free.
-    pub fn new(pool: Pool, claim: Claim, n_expert: u16, device: Arc<HotDevice>, parts: Vec<Part>) -> Result<Self> {
-        let slots = Mutex::new(Slots::new(n_expert, pool.slots()));
+    pub fn new(
+        (pool, claim): (Pool, Claim),
+        device: Arc<HotDevice>,
+        parts: Vec<Part>,
+        state: LayerState,
+        wishes: Arc<Wishes>,
+    ) -> Result<Self> {
         let writer = Arc::new(PoolWriter::new(&pool)?);
-        Ok(Self { pool: Arc::new(pool), writer, slots, device, parts, _claim: claim })
+        let state = Mutex::new(state);
+        Ok(Self { pool: Arc::new(pool), writer, state, wishes, device, parts, _claim: claim })
     }
 
-    /// What each slot holds.
-    pub fn slots(&self) -> MutexGuard<'_, Slots> {
-        self.slots.lock().unwrap_or_else(PoisonError::into_inner)
+    /// What each slot holds, and what is learnt.
+    pub fn state(&self) -> MutexGuard<'_, LayerState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The pool's tensor for each weight of a recipe; `None` if one is not in the pool.

@@ -24,19 +24,6 @@ pub struct Learner {
     last_call: Box<[u32]>,
 }
 
-/// Slots of a pool that are kept for experts on their way.
-///
-/// One, once there are enough of them: experts that stay are worth more than room for those that come (field.md, lesson 2).
-/// More where misses are copied while a token waits.
-pub fn spare_slots(n_slots: u16, n_expert: u16, n_used: u16, copies_misses: bool) -> u16 {
-    const LEAST_WITH_SPARE: u16 = 4;
-    match n_slots {
-        _ if n_slots >= n_expert || n_slots < LEAST_WITH_SPARE => 0,
-        _ if copies_misses => n_used.min(n_slots / 4).max(1),
-        _ => 1,
-    }
-}
-
 impl Learner {
     /// Begins with what an earlier run found: uses per call of each expert, `[n_expert]`.
     pub fn new(worth: &[f32], n_slots: u16, n_spare: u16, n_used: u16, rate: Option<UpdateRate>) -> Self {
@@ -90,7 +77,7 @@ impl Learner {
         if slots.n_free() == 0 || (self.per_token.is_some() && self.allowance < 1.0) {
             return None;
         }
-        let has_room = slots.n_resident() + slots.n_filling() < self.max_resident;
+        let has_room = self.has_room(slots);
         let missed = self.used.iter().copied().filter(|&expert| slots.is_cold(expert));
         let wish = self.decider.wish(missed, slots.staying(), has_room)?;
         if self.per_token.is_some() {
@@ -99,17 +86,14 @@ impl Learner {
         Some((wish.admit, wish.evict))
     }
 
-    /// Who should go for `expert`, which is copied in any case; `None` if there is room, or all others are worth more.
-    pub fn victim_for(&mut self, expert: Expert, slots: &Slots) -> Option<Expert> {
-        if slots.n_resident() + slots.n_filling() < self.max_resident {
-            return None;
-        }
-        self.decider.wish([expert], slots.staying(), false)?.evict
-    }
-
     /// Whether there is room for one more resident without a victim.
     pub fn has_room(&self, slots: &Slots) -> bool {
         slots.n_resident() + slots.n_filling() < self.max_resident
+    }
+
+    /// The expert to part with first.
+    pub fn worst(&mut self, experts: impl Iterator<Item = Expert>) -> Option<Expert> {
+        self.decider.worst(experts)
     }
 
     /// What a later run may begin with: each expert's rank, `[n_expert]`.

@@ -9,6 +9,7 @@ mod context;
 mod device;
 mod fill;
 mod layer;
+mod learner;
 mod model;
 mod parted;
 mod recorder;

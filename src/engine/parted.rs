@@ -1,12 +1,13 @@
 //! Computing one layer's block in two lanes at once: resident experts on the device, the others on the CPU.
 
 use super::device::{Claim, HotDevice};
-use super::layer::LayerCache;
+use super::layer::{LayerCache, LayerState};
+use super::ring::Wish;
 use super::splits::Seen;
-use crate::cache::{Bytes, Expert};
+use crate::cache::{Bytes, Call, Expert, MissRule, PayOff, Slot};
 use crate::config::Config;
 use crate::ggml::{Graph, Ids, Level, Status, log, sys};
-use crate::lanes::{ColdLane, HotLane, Requests, try_out};
+use crate::lanes::{ColdLane, HotIndex, HotLane, Requests, try_out};
 use crate::moe::Ffn;
 use crate::perf::Stopwatch;
 use crate::{Error, Result};
@@ -20,8 +21,13 @@ pub struct Lanes {
     refused: bool,
     hot_requests: Requests,
     cold_requests: Requests,
-    /// For each id of the batch, in order: whether it ran on the device.
+    /// For each id of the batch, in order: whether it was resident.
     is_hot: Vec<bool>,
+    /// Slots that this call uses, each as often as it does.
+    acquired: Vec<Slot>,
+    /// Missed experts that this call brings to the device first.
+    copies: Vec<(Expert, Slot)>,
+    payoff: PayOff,
 }
 
 /// A context's hot lane and what it takes of the device.
@@ -42,10 +48,13 @@ impl Lanes {
             hot_requests: Requests::default(),
             cold_requests: Requests::default(),
             is_hot: Vec::new(),
+            acquired: Vec::new(),
+            copies: Vec::new(),
+            payoff: PayOff::default(),
         })
     }
 
-    /// For each id of the last batch: whether it ran on the device.
+    /// For each id of the last batch: whether it was resident.
     pub fn served_hot(&self) -> impl Iterator<Item = bool> {
         self.is_hot.iter().copied()
     }
@@ -59,27 +68,36 @@ impl Lanes {
         config: &Config,
         watch: &mut Stopwatch,
     ) -> Status {
-        self.is_hot.clear();
-        let Some(ffn) = seen.ffn.clone() else { return self.compute_cold(split, ids, watch) };
-        let Some(cache) = self.usable_cache(split, seen, &ffn, ids, config) else {
-            return self.compute_cold(split, ids, watch);
+        let ready = seen.ffn.clone().and_then(|ffn| Some((self.usable_cache(split, seen, &ffn, ids, config)?, ffn)));
+        let Some(((cache, layer), ffn)) = ready else {
+            let status = self.compute_cold(split, ids, watch);
+            if ids.n_tokens() == 1 {
+                self.payoff.was_cold(watch.elapsed_ns());
+            }
+            return status;
         };
-        self.part(&cache, ids);
-        if self.hot_requests.is_empty() {
-            return self.compute_cold(split, ids, watch);
-        }
-        match self.compute_parted(split, seen, &ffn, watch) {
-            Ok(Ok(status)) => status,
-            // Nothing of the split has been written: the cold lane computes all of it.
-            Ok(Err(status)) => {
-                cache.device.turn_off(&format!("it refused to compute (ggml status {status})"));
-                self.compute_cold(split, ids, watch)
+        self.part(split, layer, &cache, ids, config);
+        let status = if self.hot_requests.is_empty() {
+            self.compute_cold(split, ids, watch)
+        } else {
+            match self.compute_parted(split, layer, &ffn, watch) {
+                Ok(Ok(status)) => status,
+                // Nothing of the split has been written: the cold lane computes all of it.
+                Ok(Err(status)) => {
+                    cache.device.turn_off(&format!("it refused to compute (ggml status {status})"));
+                    self.compute_cold(split, ids, watch)
+                }
+                Err(error) => {
+                    cache.device.turn_off(&error.to_string());
+                    self.compute_cold(split, ids, watch)
+                }
             }
-            Err(error) => {
-                cache.device.turn_off(&error.to_string());
-                self.compute_cold(split, ids, watch)
-            }
+        };
+        if ids.n_tokens() == 1 {
+            self.judge(&cache, watch);
         }
+        self.settle(&cache, ids, status == sys::GGML_STATUS_SUCCESS);
+        status
     }
 
     /// The whole split on the CPU, where it lies.
@@ -89,22 +107,59 @@ impl Lanes {
         watch.launched();
         let status = self.cold.compute(split);
         watch.computed();
+        watch.joined();
         status
     }
 
-    /// Tells resident experts from others. The lock is held for these few lookups only.
-    fn part(&mut self, cache: &LayerCache, ids: &Ids<'_>) {
+    /// Tells resident experts from others and holds the slots of the former. The lock is held for these look-ups only.
+    fn part(&mut self, split: &Graph<'_>, layer: HotIndex, cache: &LayerCache, ids: &Ids<'_>, config: &Config) {
         let n = ids.n_used() * ids.n_tokens();
         self.hot_requests.reset(n);
         self.cold_requests.reset(n);
-        let slots = cache.slots();
+        self.is_hot.clear();
+        self.acquired.clear();
+        self.copies.clear();
+        let is_single = ids.n_tokens() == 1;
+        if is_single && self.payoff.wants_reference() {
+            ids.iter().for_each(|(used, token, id)| self.cold_requests.push(used, token, id));
+            return;
+        }
+        let mut state = cache.state();
         for (used, token, id) in ids.iter() {
-            let slot = u16::try_from(id).ok().and_then(|id| slots.resident(Expert(id)));
+            let slot = u16::try_from(id).ok().and_then(|id| state.slots.resident(Expert(id)));
             match slot {
-                Some(slot) => self.hot_requests.push(used, token, slot.0.into()),
+                Some(slot) => {
+                    self.hot_requests.push(used, token, slot.0.into());
+                    state.slots.acquire(slot);
+                    self.acquired.push(slot);
+                }
                 None => self.cold_requests.push(used, token, id),
             }
             self.is_hot.push(slot.is_some());
+        }
+        let rule = config.miss;
+        // A fixed set has no room for those that come.
+        let is_fixed = state.learner.is_none();
+        if is_fixed || !is_single || rule == MissRule::Cpu || self.cold_requests.is_empty() {
+            return;
+        }
+        if self.hot.as_ref().is_some_and(|hot| hot.lane.can_copy(layer, split)) {
+            let n_slots = state.slots.n_slots() - self.acquired.len();
+            let n_copies = cache.device.costs().choose(rule, self.cold_requests.len(), n_slots);
+            self.move_to_device(&mut state, n_copies);
+        }
+    }
+
+    /// Moves up to `n` missed requests to the hot lane, which brings their experts to free slots first.
+    fn move_to_device(&mut self, state: &mut LayerState, n: usize) {
+        for _ in 0..n {
+            let Some((used, token, id)) = self.cold_requests.pop() else { return };
+            let Some((expert, slot)) = state.start_copy(id) else {
+                self.cold_requests.push(used, token, id);
+                return;
+            };
+            self.hot_requests.push(used, token, slot.0.into());
+            self.copies.push((expert, slot));
         }
     }
 
@@ -112,13 +167,11 @@ impl Lanes {
     fn compute_parted(
         &mut self,
         split: &Graph<'_>,
-        seen: &Seen,
+        layer: HotIndex,
         ffn: &Arc<Ffn>,
         watch: &mut Stopwatch,
     ) -> Result<Result<Status, Status>> {
-        let (Some((_, layer)), Some(HotSide { lane, .. })) = (&seen.hot, &mut self.hot) else {
-            return Err(Error::Ggml("a hot lane"));
-        };
+        let Some(HotSide { lane, .. }) = &mut self.hot else { return Err(Error::Ggml("a hot lane")) };
         let (cold, requests) = (&mut self.cold, &self.cold_requests);
         let meanwhile = || {
             watch.launched();
@@ -130,19 +183,53 @@ impl Lanes {
             watch.computed();
             status
         };
-        let status = match lane.compute_while(*layer, split, &self.hot_requests, meanwhile)? {
+        let status = match lane.compute_while(layer, split, &self.hot_requests, &self.copies, meanwhile)? {
             Ok(status) => status?,
             Err(refusal) => return Ok(Err(refusal)),
         };
+        watch.joined();
         if status != sys::GGML_STATUS_SUCCESS {
             return Ok(Ok(status));
         }
         // Every reader of the split is done: only now may its memory be written.
-        lane.write_rows(*layer, split, &self.hot_requests)?;
+        lane.write_rows(layer, split, &self.hot_requests)?;
         if !self.cold_requests.is_empty() {
             self.cold.write_rows(split, ffn, &self.cold_requests)?;
         }
         Ok(Ok(status))
+    }
+
+    /// Learns from what a single-token call took, and gives the cache up if it has been losing for long.
+    fn judge(&mut self, cache: &LayerCache, watch: &Stopwatch) {
+        if self.hot_requests.is_empty() {
+            self.payoff.was_cold(watch.elapsed_ns());
+            return;
+        }
+        let (cold_ns, device_ns, wait_ns) = watch.lanes_ns();
+        cache.device.costs().learn(&Call {
+            n_cold: self.cold_requests.len(),
+            cold_ns,
+            n_copied: self.copies.len(),
+            device_ns,
+            waited: wait_ns > WAITED_NS,
+        });
+        if let Some(loss) = self.payoff.was_parted(watch.elapsed_ns()) {
+            let [ours, cold] = [loss.ours_ns, loss.cold_ns].map(|ns| ns / 1e3);
+            cache.device.turn_off(&format!("a layer takes {ours:.0} µs with it and {cold:.0} µs without"));
+        }
+    }
+
+    /// Lets go of the slots, publishes what was copied, and learns from the routing. The lock is held for this only.
+    fn settle(&mut self, cache: &Arc<LayerCache>, ids: &Ids<'_>, is_done: bool) {
+        let wish = {
+            let mut state = cache.state();
+            self.acquired.iter().for_each(|&slot| state.slots.release(slot));
+            self.copies.iter().for_each(|&(_, slot)| state.end_copy(slot, is_done));
+            state.learn(ids.iter().map(|(_, _, id)| id), ids.n_tokens(), &cache.device)
+        };
+        if let (Some((expert, victim, wished_at)), false) = (wish, cache.device.is_off()) {
+            cache.wishes.push(Wish { cache: cache.clone(), expert, victim, wished_at: Some(wished_at) });
+        }
     }
 
     /// The layer's cache, with this context's hot lane ready for it.
@@ -153,42 +240,47 @@ impl Lanes {
         ffn: &Arc<Ffn>,
         ids: &Ids<'_>,
         config: &Config,
-    ) -> Option<Arc<LayerCache>> {
+    ) -> Option<(Arc<LayerCache>, HotIndex)> {
         if self.hot.as_ref().is_some_and(|hot| hot.device.is_off()) {
             self.hot = None;
         }
-        let cache = seen.layer.cache().filter(|cache| !cache.device.is_off());
-        let Some(cache) = cache else {
+        let Some(cache) = seen.layer.cache() else {
             seen.hot = None;
             return None;
         };
+        if cache.device.is_off() {
+            // Its memory goes back to the device.
+            seen.layer.set_cache(None);
+            seen.hot = None;
+            return None;
+        }
         if self.refused || ids.n_tokens() > config.max_hot_tokens() {
             return None;
         }
-        let is_ready = |hot: &(Arc<LayerCache>, _)| Arc::ptr_eq(&hot.0, &cache);
-        if self.hot.is_none() || !seen.hot.as_ref().is_some_and(is_ready) {
-            self.prepare(split, seen, ffn, &cache, config)?;
+        match &seen.hot {
+            Some((known, layer)) if Arc::ptr_eq(known, &cache) && self.hot.is_some() => Some((cache, *layer)),
+            _ => {
+                let layer = self.prepare(split, ffn, &cache, config)?;
+                seen.hot = Some((cache.clone(), layer));
+                Some((cache, layer))
+            }
         }
-        Some(cache)
     }
 
     /// Makes the hot lane ready for a layer it has not computed yet. `None`: this context or recipe has none.
     fn prepare(
         &mut self,
         split: &Graph<'_>,
-        seen: &mut Seen,
         ffn: &Arc<Ffn>,
         cache: &Arc<LayerCache>,
         config: &Config,
-    ) -> Option<()> {
+    ) -> Option<HotIndex> {
         let tensors = cache.tensors_for(split, ffn)?;
         let trial = try_out(cache.device.device(), ffn, config.max_hot_rows(ffn.n_used)).ok()?;
         if trial.unsupported.is_some() || !self.make_room(&cache.device, trial.scratch_bytes, config) {
             return None;
         }
-        let hot = self.hot.as_mut()?;
-        seen.hot = Some((cache.clone(), hot.lane.add_layer(&cache.pool, ffn, &tensors)));
-        Some(())
+        Some(self.hot.as_mut()?.lane.add_layer(&cache.pool, ffn, &tensors))
     }
 
     /// A hot lane with this much scratch memory. If there is no room this context goes on without one, and says so.
@@ -224,3 +316,6 @@ impl Lanes {
         !self.refused
     }
 }
+
+/// A shorter wait for the device is that of asking it.
+const WAITED_NS: f32 = 5_000.0;

@@ -4,13 +4,14 @@
 
 use super::device::HotDevice;
 use super::layer::LayerCache;
+use super::learner::Learner;
 use super::model::Model;
 use crate::cache::{Expert, Slot};
 use crate::copy::{Copy, CopyEngine, Outcome, Started};
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Wishes that wait at most. The oldest is dropped for one more: what was wanted long ago is wanted least.
 const MAX_WISHES: usize = 256;
@@ -26,6 +27,8 @@ pub struct Wish {
     pub expert: Expert,
     /// Who shall go.
     pub victim: Option<Expert>,
+    /// The layer's calls when it was wished for; `None`: by a plan.
+    pub wished_at: Option<u32>,
 }
 
 /// Wishes on their way to the ring, and the word that it shall end.
@@ -67,6 +70,11 @@ impl Wishes {
         self.ended.load(Relaxed)
     }
 
+    /// Drops all that wait: wished for while the plan was carried out, they are old.
+    pub fn forget(&self) {
+        self.lock().clear();
+    }
+
     fn take(&self) -> Option<Wish> {
         self.lock().pop_front()
     }
@@ -89,6 +97,8 @@ struct Flight {
     cache: Arc<LayerCache>,
     slot: Slot,
     expert: Expert,
+    wished_at: Option<u32>,
+    started: Instant,
 }
 
 /// One model's ring.
@@ -144,9 +154,9 @@ impl Ring {
 
     /// Starts a copy; gives the wish back if no staging is free.
     fn start(&mut self, wish: Wish) -> Result<(), Wish> {
-        let Wish { cache, expert, victim } = wish;
+        let Wish { cache, expert, victim, wished_at } = wish;
         let slot = {
-            let mut slots = cache.slots();
+            let slots = &mut cache.state().slots;
             match victim {
                 Some(victim) => slots.start_swap(expert, victim),
                 None => slots.start_fill(expert),
@@ -159,12 +169,13 @@ impl Ring {
         let started = self.engine.start(copy, &mut |staging| cache.read_expert(expert, staging));
         if started == Started::Yes {
             self.next_id += 1;
-            self.flights.push_back(Flight { id, cache, slot, expert });
+            let started = Instant::now();
+            self.flights.push_back(Flight { id, cache, slot, expert, wished_at, started });
             return Ok(());
         }
-        cache.slots().abandon(slot);
+        cache.state().slots.abandon(slot);
         match started {
-            Started::Full => return Err(Wish { cache, expert, victim }),
+            Started::Full => return Err(Wish { cache, expert, victim, wished_at }),
             Started::Refused => self.device.turn_off("a copy to it could not be started"),
             Started::Yes | Started::Unreadable => {}
         }
@@ -179,18 +190,26 @@ impl Ring {
         else {
             return;
         };
-        let Flight { cache, slot, expert, .. } = flight;
+        let Flight { cache, slot, expert, wished_at, started, .. } = flight;
         match outcome {
             Outcome::Whole => {
-                cache.slots().publish(slot);
+                let calls = {
+                    let mut state = cache.state();
+                    state.slots.publish(slot);
+                    state.learner.as_ref().map(Learner::calls)
+                };
                 self.model.add_copied(cache.writer.expert_bytes() as u64);
+                // A copy that waited behind others tells less of the device than of them.
+                let alone = self.flights.is_empty().then(|| started.elapsed());
+                let lag = wished_at.and_then(|wished_at| calls?.checked_sub(wished_at));
+                self.device.copied(alone, lag);
             }
             Outcome::Failed => {
-                cache.slots().abandon(slot);
+                cache.state().slots.abandon(slot);
                 self.device.turn_off(&format!("the copy of expert {} to it failed", expert.0));
             }
             Outcome::Lost => {
-                cache.slots().retire(slot);
+                cache.state().slots.retire(slot);
                 self.device.turn_off("a copy to it did not end");
             }
         }
@@ -203,7 +222,7 @@ impl Ring {
         }
         // What is still under way may still write: its slots are lost.
         for Flight { cache, slot, .. } in self.flights.drain(..) {
-            cache.slots().retire(slot);
+            cache.state().slots.retire(slot);
         }
     }
 }

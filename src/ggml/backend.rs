@@ -132,7 +132,13 @@ impl Backend {
             graph.check_range(tensor, offset, bytes.len())?;
             // SAFETY: the range was checked; the bytes are borrowed for longer than this call, which waits.
             unsafe {
-                sys::ggml_backend_tensor_set_async(raw, graph.tensor(tensor), bytes.as_ptr().cast(), offset, bytes.len());
+                sys::ggml_backend_tensor_set_async(
+                    raw,
+                    graph.tensor(tensor),
+                    bytes.as_ptr().cast(),
+                    offset,
+                    bytes.len(),
+                );
             }
         }
         // SAFETY: ranges were checked; blocks and graph are borrowed until `_wait` is dropped.

@@ -130,7 +130,8 @@ impl HotLane {
         let input = Transfer { tensor: job.inputs, len: job.inputs_bytes, block: &*inputs };
         let output = Transfer { tensor: job.output, len: job.output_bytes, block: outputs };
         let tensors = &job.weights;
-        let weights = copies.iter().flat_map(|&copy| ffn.weights.iter().zip(tensors).enumerate().map(move |w| (copy, w)));
+        let weights =
+            copies.iter().flat_map(|&copy| ffn.weights.iter().zip(tensors).enumerate().map(move |w| (copy, w)));
         let weights = weights.map_while(|((expert, slot), (index, (shape, &tensor)))| {
             let len = shape.expert_bytes;
             let bytes = ffn.weight(split, index)?.weight_bytes(usize::from(expert.0) * len, len)?;

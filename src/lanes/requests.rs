@@ -33,6 +33,12 @@ impl Requests {
         self.ids.push(id);
     }
 
+    /// Takes the last one out: index within the token's top-k, token, and expert or slot.
+    pub fn pop(&mut self) -> Option<(usize, usize, i32)> {
+        let ((used, token), id) = (self.rows.pop()?, self.ids.pop()?);
+        Some((used, token, id))
+    }
+
     /// How many there are.
     pub fn len(&self) -> usize {
         self.rows.len()

@@ -1,4 +1,6 @@
-//! Where a layer's time goes: from ids to launch, the lanes, and the join. For benchmarks only; off costs one branch.
+//! Where a layer's time goes: from ids to launch, the lanes, and the join.
+//!
+//! Each call is timed, for the cache's own judgement: five looks at the clock. Summing up is for benchmarks only.
 #![forbid(unsafe_code)]
 
 use serde::Serialize;
@@ -57,7 +59,7 @@ impl LayerTimes {
 
 /// Times one layer call after the other.
 pub struct Stopwatch {
-    running: Option<Laps>,
+    laps: Laps,
     times: Option<LayerTimes>,
 }
 
@@ -66,43 +68,56 @@ struct Laps {
     start: Instant,
     launched: Instant,
     computed: Instant,
+    joined: Instant,
     /// Graphs made before the call.
     n_graphs: u64,
 }
 
 impl Stopwatch {
-    /// One that times, or one that does nothing.
-    pub fn new(is_on: bool) -> Self {
-        Self { running: None, times: is_on.then(LayerTimes::default) }
+    /// One that sums up, or one that only times the call at hand.
+    pub fn new(sums_up: bool) -> Self {
+        let now = Instant::now();
+        let laps = Laps { start: now, launched: now, computed: now, joined: now, n_graphs: 0 };
+        Self { laps, times: sums_up.then(LayerTimes::default) }
     }
 
     /// A layer call begins; `n_graphs` were made before it.
     pub fn start(&mut self, n_graphs: u64) {
-        if self.times.is_some() {
-            let now = Instant::now();
-            self.running = Some(Laps { start: now, launched: now, computed: now, n_graphs });
-        }
+        let now = Instant::now();
+        self.laps = Laps { start: now, launched: now, computed: now, joined: now, n_graphs };
     }
 
     /// The device has its work; the CPU begins.
     pub fn launched(&mut self) {
-        if let Some(laps) = &mut self.running {
-            laps.launched = Instant::now();
-            laps.computed = laps.launched;
-        }
+        self.laps.launched = Instant::now();
     }
 
     /// The CPU is done.
     pub fn computed(&mut self) {
-        if let Some(laps) = &mut self.running {
-            laps.computed = Instant::now();
-        }
+        self.laps.computed = Instant::now();
+    }
+
+    /// The device is done too.
+    pub fn joined(&mut self) {
+        self.laps.joined = Instant::now();
+    }
+
+    /// Nanoseconds since the call began.
+    pub fn elapsed_ns(&self) -> f64 {
+        self.laps.start.elapsed().as_nanos() as f64
+    }
+
+    /// Nanoseconds of this call: that the CPU computed, that the device may have, and that it was waited for.
+    pub fn lanes_ns(&self) -> (f32, f32, f32) {
+        let Laps { start, launched, computed, joined, .. } = self.laps;
+        let ns = |from: Instant, to: Instant| to.saturating_duration_since(from).as_nanos() as f32;
+        (ns(launched, computed), ns(start, joined), ns(computed, joined))
     }
 
     /// The layer call is over, `n_graphs` were made until now; `hits` of its `requests` ran on the device (asked for only
-    /// if it is timed).
+    /// if calls are summed up).
     pub fn stop(&mut self, n_graphs: u64, requests: usize, hits: impl FnOnce() -> usize) {
-        let (Some(laps), Some(times)) = (self.running.take(), &mut self.times) else { return };
+        let (laps, Some(times)) = (self.laps, &mut self.times) else { return };
         let end = Instant::now();
         let hits = hits();
         let times = match hits {
@@ -111,7 +126,9 @@ impl Stopwatch {
             _ if hits == requests => &mut times.all_hot,
             _ => &mut times.mixed,
         };
-        let nanoseconds = |from: Instant, to: Instant| u64::try_from((to - from).as_nanos()).unwrap_or(u64::MAX);
+        let nanoseconds = |from: Instant, to: Instant| {
+            u64::try_from(to.saturating_duration_since(from).as_nanos()).unwrap_or(u64::MAX)
+        };
         times.calls += 1;
         times.requests += requests as u64;
         times.hits += hits as u64;

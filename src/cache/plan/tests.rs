@@ -7,7 +7,7 @@ const K: u16 = 8;
 /// A layer of one tensor with nothing but weights.
 fn layer(number: u16, n_expert: u16, per_expert: Bytes, counts: Option<Vec<u64>>) -> LayerDemand {
     let tensors = vec![TensorBytes { per_expert, padding: Bytes::ZERO }];
-    LayerDemand { layer: Layer(number), n_expert, n_used: K, tensors, alignment: Bytes(1), counts }
+    LayerDemand { layer: Layer(number), n_expert, n_used: K, tensors, alignment: Bytes(1), spare: Spare::None, counts }
 }
 
 /// `n` layers of 4 experts with 10 bytes each, where expert 2 is asked for most and expert 3 never.
@@ -204,7 +204,8 @@ fn demand(
         })
         .prop_map(|((n_expert, n_used, tensors, alignment, number), counts)| {
             let (layer, alignment) = (Layer(number), Bytes(alignment));
-            LayerDemand { layer, n_expert, n_used, tensors, alignment, counts }
+            let spare = if number % 2 == 0 { Spare::None } else { Spare::One };
+            LayerDemand { layer, n_expert, n_used, tensors, alignment, spare, counts }
         })
 }
 
@@ -278,6 +279,15 @@ fn check(layers: &[LayerDemand], budget: Bytes, plan: &Plan) -> Result<(), TestC
     Ok(())
 }
 
+#[test]
+fn a_spare_slot_holds_nobody() {
+    assert_eq!([3, 4, 16, 63, 64].map(|slots| Spare::One.of(slots, 64)), [0, 1, 1, 1, 0]);
+    let counts = Some((1..=8).rev().collect());
+    let layer = LayerDemand { spare: Spare::One, ..layer(0, 8, Bytes(1), counts) };
+    let plan = Plan::new(&[layer], Bytes(6), SlotRule::AtLeastAThird).unwrap();
+    assert_eq!((plan.slots_per_layer, plan.layers[0].experts.len()), (6, 5));
+}
+
 proptest! {
     #[test]
     fn a_plan_keeps_to_its_budget_and_its_rules(layers in model(), budget in budget(), rule in rule()) {
@@ -341,7 +351,10 @@ proptest! {
         if let Ok(plan) = Plan::new(&layers, Bytes(budget), SlotRule::AtLeastAThird) {
             for (planned, layer) in plan.layers.iter().zip(&layers) {
                 let asked_for = layer.counts.iter().flatten().filter(|&&count| count > 0).count();
-                if planned.slots == plan.slots_per_layer && asked_for > planned.slots.into() && layer.n_used > 0 {
+                let residents = |slots| slots - layer.spare.of(slots, layer.n_expert);
+                let (now, then) = (residents(planned.slots), residents(planned.slots.saturating_add(1)));
+                let would_hit = asked_for > now.into() && then > now && layer.n_used > 0;
+                if planned.slots == plan.slots_per_layer && planned.slots < layer.n_expert && would_hit {
                     let others = plan.bytes.saturating_sub(planned.bytes);
                     prop_assert!(others.saturating_add(layer.pool_bytes(planned.slots + 1)) > Bytes(budget));
                 }
