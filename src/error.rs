@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 use crate::routing::{Mismatch, ProfileFault};
+use crate::routing::trace::TraceFault;
 use std::io;
 use std::path::PathBuf;
 
@@ -92,6 +93,14 @@ pub enum Error {
         model: PathBuf,
         /// How they differ.
         what: Mismatch,
+    },
+    /// A file cannot be used as a trace.
+    #[error("{path}: {what}")]
+    BadTrace {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        what: TraceFault,
     },
 }
 

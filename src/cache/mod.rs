@@ -6,8 +6,9 @@
 
 mod payoff;
 mod plan;
-mod policy;
+pub mod policy;
 mod price;
+pub mod replay;
 mod slots;
 
 pub use payoff::{Loss, PayOff};

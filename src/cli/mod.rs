@@ -9,14 +9,18 @@ mod fit;
 mod flags;
 mod launch;
 mod program;
+mod replay;
 
+use anyhow::anyhow;
+use clap::error::ErrorKind;
 use clap::{Parser, Subcommand};
 use std::ffi::OsString;
 use std::process::ExitCode;
 
 /// Runs a llama.cpp program with the moe-hot plugin.
 #[derive(Parser)]
-#[command(name = "moe-hot", version, about, override_usage = "moe-hot PROGRAM [ARGS…]", after_help = flags::help())]
+#[command(name = "moe-hot", version, about, override_usage = "moe-hot PROGRAM [ARGS…]\n       moe-hot replay TRACE…", after_help = flags::help(),
+    disable_help_subcommand = true)]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -24,6 +28,7 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
+    Replay(replay::ReplayArgs),
     /// Any llama.cpp program, by name or path, with its own arguments.
     #[command(external_subcommand)]
     Program(Vec<OsString>),
@@ -39,13 +44,28 @@ enum Failure {
 
 /// What the command does; the exit code says how it went.
 pub fn main() -> ExitCode {
-    let Command::Program(command) = Cli::parse().command;
-    let (code, error) = match launch::launch(command) {
-        Failure::Input(error) => (2, error),
-        Failure::Internal(error) => (1, error),
+    let done = match parse() {
+        Ok(Command::Program(command)) => Err(launch::launch(command)),
+        Ok(Command::Replay(args)) => replay::replay(&args),
+        Err(failure) => Err(failure),
+    };
+    let (code, error) = match done {
+        Ok(()) => return ExitCode::SUCCESS,
+        Err(Failure::Input(error)) => (2, error),
+        Err(Failure::Internal(error)) => (1, error),
     };
     eprintln!("moe-hot: {}", one_line(&format!("{error:#}")));
     ExitCode::from(code)
+}
+
+/// The command line. Help and version are printed from here, and end the process.
+fn parse() -> Result<Command, Failure> {
+    Cli::try_parse().map(|cli| cli.command).map_err(|error| match error.kind() {
+        ErrorKind::DisplayHelp | ErrorKind::DisplayVersion | ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {
+            error.exit()
+        }
+        _ => Failure::Input(anyhow!(flags::first_line(&error))),
+    })
 }
 
 /// The text with control characters written out, whatever a file is called.

@@ -10,6 +10,7 @@ mod output;
 mod profile;
 #[cfg(test)]
 pub(crate) mod testing;
+pub mod trace;
 mod validate;
 #[cfg(test)]
 mod validate_tests;
