@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import paths
+from hot import Hot
 from models import QUANTIZED, generated
 from probe import Probe
 from processes import free_port, listens, process, stock_environment, wait_for
@@ -67,6 +68,11 @@ def model_of_two(request) -> Path:
 @pytest.fixture(scope="session")
 def probe(tmp_path_factory) -> Probe:
     return Probe(tmp_path_factory.mktemp("probe"))
+
+
+@pytest.fixture(scope="session")
+def hot(probe) -> Hot:
+    return Hot(probe)
 
 
 @pytest.fixture

@@ -26,10 +26,11 @@ class Profile:
     """A profile whose inner consistency has been checked by `check`."""
 
     raw: dict
+    cached: bool = False  # whether experts may have run on a device
 
     @classmethod
-    def read(cls, path: Path) -> "Profile":
-        profile = cls(json.loads(path.read_text()))
+    def read(cls, path: Path, cached: bool = False) -> "Profile":
+        profile = cls(json.loads(path.read_text()), cached)
         profile.check()
         return profile
 
@@ -40,6 +41,11 @@ class Profile:
     @property
     def n_expert_used(self) -> int:
         return self.raw["n_expert_used"]
+
+    @property
+    def hits(self) -> int:
+        """Requests that ran on a device."""
+        return sum(layer["hot_slots_total"] for layer in self.raw["layers"])
 
     @property
     def layers(self) -> list[int]:
@@ -91,7 +97,8 @@ class Profile:
         assert raw["overflow_resets"] == 0
         assert raw["updates"] >= 0
         assert raw["summary"]["layer_calls"] == sum(layer["calls"] for layer in raw["layers"])
-        assert raw["summary"]["hot_slot_ratio"] == 0.0
+        n_requests = sum(layer["hot_slots_total"] + layer["cold_slots_total"] for layer in raw["layers"])
+        assert abs(raw["summary"]["hot_slot_ratio"] * n_requests - self.hits) < 0.001 * max(n_requests, 1)
         assert re.fullmatch("[0-9a-f]+", raw["model"]["fingerprint"])
         assert raw["moe_hot"]["format"] == 1
         assert raw["moe_hot"]["min_batch_stock"] == 32
@@ -105,12 +112,15 @@ class Profile:
         experts = as_counts(layer["experts"])
         n_requests = sum(experts.values())
         assert all(0 <= expert < ours["n_expert"] for expert in experts)
-        assert as_counts(layer["cold_experts"]) == experts
-        assert layer["hot_experts"] == []
-        assert layer["cold_slots_total"] == n_requests
-        assert layer["hot_slots_total"] == 0
-        assert layer["hot_slot_ratio"] == layer["hot_slots_per_call"] == 0.0
-        assert abs(layer["cold_slots_per_call"] * layer["calls"] - n_requests) < 0.01 * max(layer["calls"], 1)
+        hot, cold = as_counts(layer["hot_experts"]), as_counts(layer["cold_experts"])
+        assert add(hot, cold) == experts
+        assert layer["hot_slots_total"] == sum(hot.values())
+        assert layer["cold_slots_total"] == sum(cold.values())
+        assert self.cached or hot == {}
+        assert abs(layer["hot_slot_ratio"] * n_requests - sum(hot.values())) < 0.001 * max(n_requests, 1)
+        for name, counts in (("hot", hot), ("cold", cold)):
+            per_call = layer[f"{name}_slots_per_call"]
+            assert abs(per_call * layer["calls"] - sum(counts.values())) < 0.01 * max(layer["calls"], 1)
         assert re.fullmatch("[0-9a-f]+", ours["fingerprint"])
         one, more = (as_counts(ours[name]["experts"]) for name in BATCH_CLASSES)
         assert add(one, more) == experts
