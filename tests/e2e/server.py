@@ -65,7 +65,16 @@ class Server:
     def complete(self, prompt: str | list[int], n_predict: int) -> Answer:
         """Greedy, and without use of earlier requests' cache."""
         body = {"prompt": prompt, "n_predict": n_predict, **GREEDY}
-        answer = self._post("/completion", body).json()
+        return self._answer(self._post("/completion", body).json())
+
+    def complete_together(self, prompts: list[str], n_predict: int) -> list[Answer]:
+        """One request, so that the sequences share the very same batches in every run."""
+        body = {"prompt": prompts, "n_predict": n_predict, **GREEDY}
+        answers = sorted(self._post("/completion", body).json(), key=lambda answer: answer["index"])
+        return [self._answer(answer) for answer in answers]
+
+    @staticmethod
+    def _answer(answer: dict) -> Answer:
         return Answer(answer["content"], answer["timings"]["prompt_n"], answer["timings"]["predicted_n"])
 
     def chat_events(self, content: str, max_tokens: int) -> Iterator[dict]:
@@ -113,11 +122,18 @@ def start(command: list, folder: Path, name: str, environment: dict[str, str]) -
         yield server
 
 
-def stock_server(model: Path, folder: Path):
-    command = [paths.STOCK_BIN / "llama-server", "-m", model, *COMMON_ARGUMENTS]
+def stock_server(model: Path, folder: Path, *arguments):
+    command = [paths.STOCK_BIN / "llama-server", "-m", model, *COMMON_ARGUMENTS, *arguments]
     return start(command, folder, "stock-server", stock_environment())
 
 
 def recording_server(model: Path, folder: Path, out_file: Path):
     command = [paths.LAUNCHER, "llama-server", "-m", model, *COMMON_ARGUMENTS, "--moe-layer-perf-out", out_file]
     return start(command, folder, "recording-server", stock_environment())
+
+
+def cached_server(model: Path, folder: Path, profile: Path, rpc_endpoint: str, *arguments):
+    """With hot experts on an RPC server's device, as a user would start it."""
+    cache = ["--moe-hot-cache", profile, "--moe-hot-cache-device", "RPC0"]
+    command = [paths.LAUNCHER, "llama-server", "-m", model, *COMMON_ARGUMENTS, "--rpc", rpc_endpoint, *cache, *arguments]
+    return start(command, folder, "cached-server", stock_environment())
