@@ -57,6 +57,14 @@ def threads(*steps: list) -> dict:
     return {"op": "threads", "threads": list(steps)}
 
 
+def unload(model: int = 0) -> dict:
+    return {"op": "unload", "model": model}
+
+
+def load(model: int = 0) -> dict:
+    return {"op": "load", "model": model}
+
+
 def differ(a: Result, b: Result) -> bool:
     return a.logits != b.logits
 

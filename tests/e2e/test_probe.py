@@ -15,6 +15,8 @@ BAD_RUNS = {
     "a missing file": ({"model": "nowhere.gguf", "steps": []}, "no model file nowhere.gguf"),
     "an unknown step": ({"steps": [{"op": "dance"}]}, 'unknown op "dance"'),
     "a context too many": ({"steps": [{"op": "greedy", "context": 1}]}, "step uses context 1 of 1"),
+    "a model too many": ({"steps": [{"op": "load", "model": 1}]}, "step uses model 1 of 1"),
+    "an unloaded context": ({"steps": [{"op": "unload", "model": 0}, {"op": "greedy"}]}, "which is unloaded"),
     "no output to go on from": ({"steps": [{"op": "greedy", "sequences": [0], "n": 1}]}, "no output yet"),
     "an unknown load mode": ({"load_mode": "guess", "steps": []}, 'load_mode is "guess"'),
 }

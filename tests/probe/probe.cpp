@@ -6,11 +6,16 @@
 // RUN.json (all but "model" and "steps" may be left out):
 //   {"model": PATH, "load_mode": "mmap" | "none", "n_gpu_layers": 0, "rpc": "127.0.0.1:PORT", "device": NAME,
 //    "cpu_moe": true, "repack": false, "contexts": 1, "n_ctx": 1024, "n_ubatch": 512, "n_seq": 1, "kv_unified": true,
-//    "n_threads": 2, "count_experts": false, "embeddings": false, "lora": PATH, "steps": [STEP, ...]}
+//    "n_threads": 2, "count_experts": false, "embeddings": false, "lora": PATH, "more_models": [PATH, ...],
+//    "steps": [STEP, ...]}
+// Model 0 has the contexts; each of "more_models" has one more, numbered after those, and no adapter.
 // STEP, on context "context" (0):
 //   {"op": "decode", "sequences": [{"id": 0, "tokens": [...]}, ...], "outputs": "all" | "last" | "none"}
 //   {"op": "greedy", "sequences": [0, ...], "n": 16}         n batches of one token per sequence
-//   {"op": "threads", "threads": [[STEP, ...], ...]}         one thread per list; lists share no context
+//   {"op": "threads", "threads": [[STEP, ...], ...]}         one thread per list; lists share no context and no model
+//                                                            that is loaded or unloaded
+//   {"op": "unload", "model": 0}                             with its contexts
+//   {"op": "load", "model": 0}                               again, with new contexts
 
 #include "ggml-backend.h"
 #include "llama.h"
@@ -154,7 +159,7 @@ std::vector<ggml_backend_dev_t> device_by_name(const std::string & name) {
     return {device, nullptr};
 }
 
-ModelPtr load_model(const json & run) {
+ModelPtr load_model(const json & run, const std::string & path) {
     std::vector<ggml_backend_dev_t> devices = {nullptr};
     if (run.contains("rpc")) {
         devices = rpc_devices(run.at("rpc"));
@@ -176,7 +181,6 @@ ModelPtr load_model(const json & run) {
     params.tensor_buft_overrides = run.value("cpu_moe", true) ? cpu_moe : nullptr;
     params.use_extra_bufts       = run.value("repack", false);
 
-    const std::string path = run.at("model");
     if (!std::filesystem::exists(path)) {
         throw BadInput("no model file " + path);
     }
@@ -237,6 +241,7 @@ struct Session {
         llama_token next = LLAMA_TOKEN_NULL;  // argmax after the last output
     };
 
+    size_t model = 0;
     ContextPtr context;
     bool embeddings = false;
     std::map<llama_seq_id, Sequence> sequences;
@@ -253,6 +258,76 @@ struct Session {
             embeddings ? llama_model_n_embd_out(model) : llama_vocab_n_tokens(llama_model_get_vocab(model));
         return {values, values + size};
     }
+};
+
+// The models that are loaded and their contexts.
+class Host {
+public:
+    Host(const json & run, ExpertCounter * counter) : run(run), counter(counter) {
+        std::vector<std::string> more = run.value("more_models", std::vector<std::string>());
+        paths.push_back(run.at("model"));
+        paths.insert(paths.end(), more.begin(), more.end());
+        models.resize(paths.size());
+        sessions.resize(run.value("contexts", 1) + more.size());
+        for (size_t i = 0; i < more.size(); i++) {
+            sessions[sessions.size() - more.size() + i].model = 1 + i;
+        }
+        for (size_t i = 0; i < models.size(); i++) {
+            load(i);
+        }
+    }
+
+    void load(size_t index) {
+        models.at(index) = load_model(run, paths.at(index));
+        if (index == 0) {
+            lora = load_lora(models[index].get(), run);
+        }
+        for (Session & session : sessions) {
+            if (session.model == index) {
+                llama_adapter_lora * adapter = index == 0 ? lora.get() : nullptr;
+                session.context    = make_context(models[index].get(), run, adapter, counter);
+                session.embeddings = run.value("embeddings", false);
+            }
+        }
+    }
+
+    void unload(size_t index) {
+        for (Session & session : sessions) {
+            if (session.model == index) {
+                session.context.reset();
+                session.sequences.clear();
+            }
+        }
+        if (index == 0) {
+            lora.reset();
+        }
+        models.at(index).reset();
+    }
+
+    size_t model(size_t index) const {
+        if (index >= models.size()) {
+            throw BadInput("step uses model " + std::to_string(index) + " of " + std::to_string(models.size()));
+        }
+        return index;
+    }
+
+    Session & session(size_t index) {
+        if (index >= sessions.size()) {
+            throw BadInput("step uses context " + std::to_string(index) + " of " + std::to_string(sessions.size()));
+        }
+        if (!sessions[index].context) {
+            throw BadInput("step uses context " + std::to_string(index) + ", which is unloaded");
+        }
+        return sessions[index];
+    }
+
+private:
+    const json & run;
+    ExpertCounter * counter;
+    std::vector<std::string> paths;
+    std::vector<ModelPtr> models;
+    LoraPtr lora;
+    std::vector<Session> sessions;  // last, so that contexts go before their models
 };
 
 // What a step leaves: one record per decoded batch, and the logits in the same order.
@@ -345,13 +420,13 @@ Output greedy(Session & session, const std::vector<llama_seq_id> & ids, int n) {
     return out;
 }
 
-Output run_steps(std::vector<Session> & sessions, const json & steps);
+Output run_steps(Host & host, const json & steps);
 
 // One thread per list of steps; outputs are joined in the order of the lists.
-Output run_threads(std::vector<Session> & sessions, const json & lists) {
+Output run_threads(Host & host, const json & lists) {
     std::vector<std::future<Output>> threads;
     for (const json & steps : lists) {
-        threads.push_back(std::async(std::launch::async, [&sessions, &steps] { return run_steps(sessions, steps); }));
+        threads.push_back(std::async(std::launch::async, [&host, &steps] { return run_steps(host, steps); }));
     }
     Output out;
     for (auto & thread : threads) {
@@ -360,16 +435,17 @@ Output run_threads(std::vector<Session> & sessions, const json & lists) {
     return out;
 }
 
-Output run_step(std::vector<Session> & sessions, const json & step) {
+Output run_step(Host & host, const json & step) {
     const std::string op = step.at("op");
     if (op == "threads") {
-        return run_threads(sessions, step.at("threads"));
+        return run_threads(host, step.at("threads"));
     }
-    const size_t context = step.value("context", 0);
-    if (context >= sessions.size()) {
-        throw BadInput("step uses context " + std::to_string(context) + " of " + std::to_string(sessions.size()));
+    if (op == "load" || op == "unload") {
+        const size_t model = host.model(step.at("model"));
+        op == "load" ? host.load(model) : host.unload(model);
+        return {};
     }
-    Session & session = sessions[context];
+    Session & session = host.session(step.value("context", 0));
     if (op == "greedy") {
         return greedy(session, step.at("sequences"), step.at("n"));
     }
@@ -383,10 +459,10 @@ Output run_step(std::vector<Session> & sessions, const json & step) {
     throw BadInput("unknown op \"" + op + "\"");
 }
 
-Output run_steps(std::vector<Session> & sessions, const json & steps) {
+Output run_steps(Host & host, const json & steps) {
     Output out;
     for (const json & step : steps) {
-        out.append(run_step(sessions, step));
+        out.append(run_step(host, step));
     }
     return out;
 }
@@ -421,14 +497,8 @@ void run(const json & run, const std::filesystem::path & out_dir) {
     ExpertCounter counter;
     const bool count_experts = run.value("count_experts", false);
 
-    ModelPtr model = load_model(run);
-    LoraPtr lora   = load_lora(model.get(), run);
-    std::vector<Session> sessions(run.value("contexts", 1));
-    for (Session & session : sessions) {
-        session.context    = make_context(model.get(), run, lora.get(), count_experts ? &counter : nullptr);
-        session.embeddings = run.value("embeddings", false);
-    }
-    const Output output = run_steps(sessions, run.at("steps"));
+    Host host(run, count_experts ? &counter : nullptr);
+    const Output output = run_steps(host, run.at("steps"));
 
     json result = {{"devices", device_names()}, {"batches", output.batches}};
     if (count_experts) {
