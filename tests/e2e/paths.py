@@ -11,6 +11,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[2]
 STOCK_BIN = REPOSITORY / "build/stock/bin"
 PROBE = Path(os.environ.get("MOE_HOT_PROBE", REPOSITORY / "build/tests/moe-probe"))
+ALLOCATIONS = PROBE.with_name("libmoe-allocations.so")
 PLUGIN = Path(os.environ.get("MOE_HOT_PLUGIN", REPOSITORY / "target/release/libggml_moe_hot.so"))
 LAUNCHER = Path(os.environ.get("MOE_HOT_LAUNCHER", REPOSITORY / "target/release/moe-hot"))
 FAKE = Path(os.environ.get("MOE_HOT_FAKE", REPOSITORY / "target/release/libggml_fake.so"))
