@@ -185,6 +185,14 @@ impl Config {
         self.perf_out.is_some() || self.trace_out.is_some() || self.caches()
     }
 
+    /// Whether the set of residents follows the text. Tests fix it with their number of slots, unless they give a rate too.
+    pub fn learns(&self) -> bool {
+        match self.update_rate {
+            Some(UpdateRate(rate)) => rate > 0.0,
+            None => self.test_slots.is_none(),
+        }
+    }
+
     /// Largest batch, in tokens, whose resident experts run on the device.
     pub fn max_hot_tokens(&self) -> usize {
         self.offload_min_batch.saturating_sub(1).clamp(1, MAX_HOT_TOKENS) as usize

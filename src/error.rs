@@ -1,8 +1,8 @@
 //! The library's one error type: what went wrong, where, and the offending value.
 #![forbid(unsafe_code)]
 
-use crate::routing::{Mismatch, ProfileFault};
 use crate::routing::trace::TraceFault;
+use crate::routing::{Mismatch, ProfileFault};
 use std::io;
 use std::path::PathBuf;
 

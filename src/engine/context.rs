@@ -38,7 +38,7 @@ impl Context {
     /// A split with ids outside the layer fails and leaves everything as it was.
     pub fn compute(&mut self, split: &Graph<'_>) -> Status {
         self.watch.start(graphs_built());
-        let blocks = self.splits.blocks(split);
+        let (blocks, model) = self.splits.blocks(split);
         if let Err(error) = blocks.iter().try_for_each(|seen| check(split, seen)) {
             log(Level::Error, &error.to_string());
             return sys::GGML_STATUS_FAILED;
@@ -54,7 +54,8 @@ impl Context {
         let calls = count(split, seen, self.lanes.served_hot());
         let hits = || self.lanes.served_hot().filter(|&hot| hot).count();
         self.watch.stop(graphs_built(), ids.n_used() * ids.n_tokens(), hits);
-        if let Some(model) = &self.splits.model {
+        if let Some(model) = model.filter(|_| calls > 0) {
+            self.engine.trace(model, &seen.layer, &ids);
             self.engine.consider_fill(model, calls);
         }
         status
@@ -178,7 +179,7 @@ mod tests {
     /// Recognises, checks and counts; computes nothing.
     #[cfg(not(debug_assertions))]
     fn observe(context: &mut Context, split: &Graph<'_>) {
-        for seen in context.splits.blocks(split) {
+        for seen in context.splits.blocks(split).0 {
             check(split, seen).unwrap();
             count(split, seen, std::iter::repeat(false));
         }

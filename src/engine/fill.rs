@@ -5,13 +5,15 @@ use super::layer::{Layer, LayerCache, LayerState, Part, Sight};
 use super::learner::Learner;
 use super::model::Model;
 use super::ring::{Ring, Wish, Wishes};
-use crate::cache::{self, Bytes, LayerDemand, Plan, SlotRule, Slots, Spare, TensorBytes, ranks, worth_of_ranks};
-use crate::config::{Config, UpdateRate};
+use crate::cache::{
+    self, Bytes, Expert, LayerDemand, Plan, SlotRule, Slots, Spare, TensorBytes, ranks, worth_of_ranks,
+};
+use crate::config::Config;
 use crate::copy::{CopyEngine, PortableEngine};
 use crate::ggml::{BufferType, Level, log};
 use crate::lanes::{Pool, padding, try_out};
 use crate::moe::Shape;
-use crate::routing::Demand;
+use crate::routing::{self, Demand};
 use crate::{Error, Result};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -40,6 +42,10 @@ struct Candidate {
     n_expert: u16,
     parts: Vec<Part>,
     demand: LayerDemand,
+    /// Uses per call to expect of each expert, `[n_expert]`.
+    worth: Vec<f32>,
+    /// Who was resident when the profile was written.
+    resident: Vec<Expert>,
 }
 
 impl Fill {
@@ -55,6 +61,7 @@ impl Fill {
         let demand = Demand::read(path).map_err(|error| error.to_string())?;
         self.check_model(&demand)?;
         let (candidates, scratch) = self.candidates(&demand)?;
+        self.model.begin_with(demand);
         let n_contexts = u64::try_from(self.n_contexts.max(1)).unwrap_or(u64::MAX);
         let scratch = scratch.saturating_mul(n_contexts);
         let (plan, caches) = self.allocate(&candidates, scratch)?;
@@ -62,7 +69,7 @@ impl Fill {
         for (candidate, cache) in candidates.iter().zip(&caches) {
             candidate.layer.set_cache(cache.clone());
         }
-        self.copy(&plan, &caches);
+        self.copy(self.fills(&candidates, &plan), &caches);
         Ok(())
     }
 
@@ -123,7 +130,8 @@ impl Fill {
         let number = layer.counts.layer();
         let too_many = |_| format!("more than {} layers or experts", u16::MAX);
         let n_expert = u16::try_from(layer.counts.n_expert()).map_err(too_many)?;
-        let counts = counts(demand, number, n_expert)?;
+        let recorded = demand.layers.get(&number);
+        let counts = counts(recorded, n_expert)?;
         let demand = LayerDemand {
             layer: cache::Layer(u16::try_from(number).map_err(too_many)?),
             n_expert,
@@ -133,16 +141,18 @@ impl Fill {
             spare: self.spare(),
             counts,
         };
-        Ok((Candidate { layer: layer.clone(), number: demand.layer.0, n_expert, parts, demand }, scratch))
+        if self.config.test_slots.is_none() && demand.n_used.saturating_mul(FEW) >= n_expert {
+            return Err(format!("{} of {n_expert} large experts per token: a cache gains nothing", demand.n_used));
+        }
+        let (worth, resident) = learnt(recorded, &demand);
+        Ok((
+            Candidate { layer: layer.clone(), number: demand.layer.0, n_expert, parts, demand, worth, resident },
+            scratch,
+        ))
     }
 
-    /// Whether the set of residents follows the text. Tests fix it with their number of slots, unless they give a rate too.
     fn learns(&self) -> bool {
-        let is_fixed = match self.config.update_rate {
-            Some(UpdateRate(rate)) => rate == 0.0,
-            None => self.config.test_slots.is_some(),
-        };
-        !is_fixed
+        self.config.learns()
     }
 
     fn spare(&self) -> Spare {
@@ -150,13 +160,11 @@ impl Fill {
     }
 
     /// All slots free, and what an earlier run has learnt.
-    fn state(&self, demand: &LayerDemand, n_slots: u16) -> LayerState {
+    fn state(&self, candidate: &Candidate, n_slots: u16) -> LayerState {
+        let Candidate { demand, worth, .. } = candidate;
         let learner = || {
-            let counts: Vec<f32> = demand.counts.iter().flatten().map(|&count| count as f32).collect();
-            let ranks = if counts.is_empty() { vec![0; demand.n_expert.into()] } else { ranks(&counts) };
             let n_spare = demand.spare.of(n_slots, demand.n_expert);
-            let worth = worth_of_ranks(&ranks, demand.n_used);
-            Learner::new(&worth, n_slots, n_spare, demand.n_used, self.config.update_rate)
+            Learner::new(worth, n_slots, n_spare, demand.n_used, self.config.update_rate)
         };
         LayerState { slots: Slots::new(demand.n_expert, n_slots), learner: self.learns().then(learner) }
     }
@@ -224,8 +232,11 @@ impl Fill {
                 return Err(error);
             }
             let Some(made) = made else { return Ok(None) };
-            let (parts, state) = (candidate.parts.clone(), self.state(&candidate.demand, layer.slots));
-            let cache = LayerCache::new(made, self.device.clone(), parts, state, self.wishes.clone())?;
+            let (parts, state) = (candidate.parts.clone(), self.state(candidate, layer.slots));
+            let cache = {
+                let copied = self.model.copied_bytes().clone();
+                LayerCache::new(made, self.device.clone(), parts, state, self.wishes.clone(), copied)?
+            };
             caches.push(Some(Arc::new(cache)));
         }
         Ok(Some(caches))
@@ -249,9 +260,29 @@ impl Fill {
         );
     }
 
-    /// Copies the planned experts, hottest first. Each serves from the moment it is complete.
-    fn copy(&self, plan: &Plan, caches: &[Option<Arc<LayerCache>>]) {
-        if plan.fills.is_empty() && !self.learns() {
+    /// Who comes first: in a cache that learns, those that it held at its last end; then the plan's, hottest first.
+    fn fills(&self, candidates: &[Candidate], plan: &Plan) -> Vec<(usize, Expert)> {
+        let mut fills = Vec::with_capacity(plan.fills.len());
+        let mut room: Vec<usize> = Vec::with_capacity(candidates.len());
+        for (candidate, layer) in candidates.iter().zip(&plan.layers) {
+            let demand = &candidate.demand;
+            room.push((layer.slots - demand.spare.of(layer.slots, demand.n_expert)).into());
+        }
+        let was_resident = candidates.iter().enumerate().flat_map(|(index, candidate)| {
+            candidate.resident.iter().filter(|_| self.learns()).map(move |&expert| (index, expert))
+        });
+        for (index, expert) in was_resident.chain(plan.fills.iter().copied()) {
+            if room[index] > 0 && !fills.contains(&(index, expert)) {
+                room[index] -= 1;
+                fills.push((index, expert));
+            }
+        }
+        fills
+    }
+
+    /// Copies these experts, in their order. Each serves from the moment it is complete. Then goes on with wishes.
+    fn copy(&self, fills: Vec<(usize, Expert)>, caches: &[Option<Arc<LayerCache>>]) {
+        if caches.iter().all(Option::is_none) || (fills.is_empty() && !self.learns()) {
             return;
         }
         let expert_bytes = caches.iter().flatten().map(|cache| cache.writer.expert_bytes()).max().unwrap_or(0);
@@ -260,12 +291,11 @@ impl Fill {
             Ok(engine) => engine,
             Err(error) => return self.device.turn_off(&format!("nothing can be copied to it ({error})")),
         };
-        let wish = |&(index, expert): &(usize, _)| {
+        let wish = |(index, expert): (usize, Expert)| {
             Some(Wish { cache: caches.get(index)?.clone()?, expert, victim: None, wished_at: None })
         };
-        let fills = plan.fills.iter().filter_map(wish).collect();
-        let mut ring = Ring::new(engine, self.model.clone(), self.device.clone(), self.wishes.clone());
-        ring.carry_out(fills);
+        let mut ring = Ring::new(engine, self.device.clone(), self.wishes.clone());
+        ring.carry_out(fills.into_iter().filter_map(wish).collect());
         if self.learns() {
             self.wishes.forget();
             ring.serve();
@@ -278,8 +308,8 @@ impl Fill {
 }
 
 /// A layer's requests by expert, `[n_expert]`; `None` if the profile lacks the layer.
-fn counts(demand: &Demand, layer: u32, n_expert: u16) -> Result<Option<Vec<u64>>, Reason> {
-    let Some(recorded) = demand.layers.get(&layer) else { return Ok(None) };
+fn counts(recorded: Option<&routing::LayerDemand>, n_expert: u16) -> Result<Option<Vec<u64>>, Reason> {
+    let Some(recorded) = recorded else { return Ok(None) };
     if let Some(other) = recorded.n_expert.filter(|&other| other != u32::from(n_expert)) {
         return Err(format!("the profile is of a model with {other} experts per layer, this one has {n_expert}"));
     }
@@ -290,4 +320,25 @@ fn counts(demand: &Demand, layer: u32, n_expert: u16) -> Result<Option<Vec<u64>>
             count;
     }
     Ok(Some(counts))
+}
+
+/// Where a token uses at least one expert in so many, they are few and large: all of them are used all the time.
+const FEW: u16 = 4;
+
+/// What an earlier run has learnt: the worth of each expert, by its ranks or else by its counts, and who was resident.
+fn learnt(recorded: Option<&routing::LayerDemand>, demand: &LayerDemand) -> (Vec<f32>, Vec<Expert>) {
+    let mut by_rank = vec![0; demand.n_expert.into()];
+    let Some(recorded) = recorded else { return (worth_of_ranks(&by_rank, demand.n_used), Vec::new()) };
+    for &(expert, rank) in &recorded.ranks {
+        let place = usize::try_from(expert).ok().and_then(|expert| by_rank.get_mut(expert));
+        if let (Some(place), Ok(rank)) = (place, u16::try_from(rank)) {
+            *place = rank;
+        }
+    }
+    if recorded.ranks.is_empty() {
+        let counts: Vec<f32> = demand.counts.iter().flatten().map(|&count| count as f32).collect();
+        by_rank = ranks(&counts);
+    }
+    let resident = recorded.resident.iter().filter_map(|&id| u16::try_from(id).ok()).filter(|&id| id < demand.n_expert);
+    (worth_of_ranks(&by_rank, demand.n_used), resident.map(Expert).collect())
 }

@@ -9,6 +9,7 @@ use crate::ggml::{Graph, SharedWeights, Tensor};
 use crate::lanes::{Pool, PoolWriter};
 use crate::moe::{Ffn, Shape, WeightShape};
 use crate::routing::LayerCounts;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Which tensor of which live buffer.
@@ -64,6 +65,8 @@ pub struct LayerCache {
     state: Mutex<LayerState>,
     /// Where wishes for copies go.
     pub wishes: Arc<Wishes>,
+    /// The model's count of bytes copied.
+    copied_bytes: Arc<AtomicU64>,
     /// The device it is on.
     pub device: Arc<HotDevice>,
     /// The pool's tensors, in its order.
@@ -166,6 +169,12 @@ impl Layer {
         }
     }
 
+    /// Bytes of one expert's weights, if its recipe was seen.
+    pub fn expert_bytes(&self) -> Option<u64> {
+        let bytes: usize = self.seen().parts.iter().map(|part| part.shape.expert_bytes).sum();
+        (bytes > 0).then_some(bytes as u64)
+    }
+
     /// Notes why a block of the layer cannot be cached.
     pub fn saw_refusal(&self, reason: &'static str) {
         self.seen().reason = Some(reason);
@@ -207,15 +216,21 @@ impl LayerCache {
         parts: Vec<Part>,
         state: LayerState,
         wishes: Arc<Wishes>,
+        copied_bytes: Arc<AtomicU64>,
     ) -> Result<Self> {
         let writer = Arc::new(PoolWriter::new(&pool)?);
         let state = Mutex::new(state);
-        Ok(Self { pool: Arc::new(pool), writer, state, wishes, device, parts, _claim: claim })
+        Ok(Self { pool: Arc::new(pool), writer, state, wishes, copied_bytes, device, parts, _claim: claim })
     }
 
     /// What each slot holds, and what is learnt.
     pub fn state(&self) -> MutexGuard<'_, LayerState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Counts `n` copies of experts to the device.
+    pub fn count_copies(&self, n: usize) {
+        self.copied_bytes.fetch_add((n * self.writer.expert_bytes()) as u64, Relaxed);
     }
 
     /// The pool's tensor for each weight of a recipe; `None` if one is not in the pool.

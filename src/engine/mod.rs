@@ -10,16 +10,18 @@ mod device;
 mod fill;
 mod layer;
 mod learner;
+mod learnt;
 mod model;
 mod parted;
 mod recorder;
 mod ring;
 mod splits;
+mod tracer;
 
 pub use context::Context;
 
 use crate::config::{Budget, Config, OFFLOAD_MIN_BATCH};
-use crate::ggml::{Device, Level, Tensor, close_buffer, is_hosts_log, log};
+use crate::ggml::{Device, Ids, Level, Tensor, close_buffer, is_hosts_log, log};
 use crate::perf::LayerTimes;
 use device::HotDevice;
 use fill::Fill;
@@ -32,6 +34,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, Once, OnceLock, PoisonError};
 use std::thread::JoinHandle;
+use tracer::Tracer;
 
 /// Calls of a layer before its model's cache is filled. llama-server computes two batches for itself (warm-up, and a
 /// look at its cache) before it makes the contexts of draft models and projectors, which need memory first.
@@ -49,6 +52,7 @@ pub struct Engine {
     live_buffers: AtomicUsize,
     /// Where hot experts go, or why nowhere; decided when experts are placed.
     hot_device: OnceLock<Result<Arc<HotDevice>, String>>,
+    tracer: OnceLock<Option<Tracer>>,
 }
 
 #[derive(Default)]
@@ -90,7 +94,13 @@ pub fn engine() -> &'static Engine {
 
 impl Engine {
     fn new(config: Config) -> Self {
-        Self { config, state: Mutex::default(), live_buffers: AtomicUsize::new(0), hot_device: OnceLock::new() }
+        Self {
+            config,
+            state: Mutex::default(),
+            live_buffers: AtomicUsize::new(0),
+            hot_device: OnceLock::new(),
+            tracer: OnceLock::new(),
+        }
     }
 
     /// What the user asked for.
@@ -163,8 +173,7 @@ impl Engine {
     ///
     /// `worked`: llama.cpp has decoded with the context; it makes others only to measure. `times`: what it has timed.
     fn context_closed(&self, worked: bool, times: Option<LayerTimes>) {
-        // All models, in the order in which they appeared: the first gets the file that was asked for.
-        self.models().iter().for_each(|model| recorder::save(&self.config, model));
+        self.save(true);
         let (is_last, ended, times) = {
             let mut state = self.state();
             state.live_contexts -= 1;
@@ -177,9 +186,38 @@ impl Engine {
             (is_last, ended, state.times)
         };
         drop(ended); // joins threads: not under the lock
+        if let (true, Some(tracer)) = (is_last && worked, self.tracer()) {
+            tracer.finish();
+        }
         if is_last && worked && self.takes_experts() {
             recorder::report(&self.config, &self.models(), self.live_buffers.load(Relaxed) > 0);
             recorder::save_times(&self.config, times);
+        }
+    }
+
+    /// Saves what was recorded and, if `all`, what was learnt.
+    fn save(&self, all: bool) {
+        // All models, in the order in which they appeared: the first gets the file that was asked for.
+        for model in self.models() {
+            recorder::save(&self.config, &model);
+            if all {
+                recorder::save_learnt(&self.config, &model);
+            }
+        }
+        if let Some(tracer) = self.tracer() {
+            tracer.save();
+        }
+    }
+
+    /// Where routing is written, if anywhere.
+    fn tracer(&self) -> Option<&Tracer> {
+        self.tracer.get()?.as_ref()
+    }
+
+    /// Adds one call to the trace, if one is written.
+    fn trace(&self, model: &Arc<Model>, layer: &Layer, ids: &Ids<'_>) {
+        if let Some(tracer) = self.tracer() {
+            tracer.add(model, layer, ids);
         }
     }
 
@@ -219,22 +257,30 @@ impl Engine {
     }
 
     /// Once there is something to record: says so, and starts to save while the program runs.
-    fn start_recording(&self, path: &Path, state: &mut State) {
+    fn start_recording(&self, state: &mut State) {
         static ONCE: Once = Once::new();
         ONCE.call_once(|| {
-            let largest = self.config.offload_min_batch.saturating_sub(1);
-            let path = path.display();
-            let without_cache = match (self.config.caches(), self.hot_device()) {
-                (true, Ok(_)) => String::new(),
-                (true, Err(reason)) => format!("; no hot cache: {reason}; {ON_THE_CPU}"),
-                (false, _) => format!("; no hot cache: {ON_THE_CPU}"),
-            };
-            log(
-                Level::Warn,
-                &format!("recording expert usage of batches of 1 to {largest} tokens to {path}{without_cache}"),
-            );
+            self.config.complaints.iter().for_each(|complaint| log(Level::Warn, complaint));
+            if let Some(path) = &self.config.perf_out {
+                self.say_recording(path);
+            }
         });
+        self.tracer.get_or_init(|| Tracer::new(self.config.trace_out.as_ref()?));
         state.recorder = Some(Recorder::start());
+    }
+
+    fn say_recording(&self, path: &Path) {
+        let largest = self.config.offload_min_batch.saturating_sub(1);
+        let path = path.display();
+        let without_cache = match (self.config.caches(), self.hot_device()) {
+            (true, Ok(_)) => String::new(),
+            (true, Err(reason)) => format!("; no hot cache: {reason}; {ON_THE_CPU}"),
+            (false, _) => format!("; no hot cache: {ON_THE_CPU}"),
+        };
+        log(
+            Level::Warn,
+            &format!("recording expert usage of batches of 1 to {largest} tokens to {path}{without_cache}"),
+        );
     }
 
     /// The layer that expert weights belong to. `model` is the context's model and is set here on first use.
@@ -250,8 +296,8 @@ impl Engine {
                     owner
                 }
             };
-            if let (Some(path), None) = (&self.config.perf_out, &state.recorder) {
-                self.start_recording(path, &mut state);
+            if state.recorder.is_none() {
+                self.start_recording(&mut state);
             }
             owner
         };

@@ -1,23 +1,27 @@
 //! One model: its layers, what identifies it, and where its profile goes.
 
 use super::layer::Layer;
-use super::recorder::Output;
+use super::recorder::Sink;
 use crate::ggml::Tensor;
 use crate::routing::{
-    BatchCounts, Counter, Counts, LayerPerf, LayerRecord, ModelId, MoeHot, Profile, SCHEMA, Summary, TensorId,
+    BatchCounts, Counter, Counts, Demand, LayerPerf, LayerRecord, ModelId, MoeHot, Profile, SCHEMA, Summary, TensorId,
     combine_fingerprints, layer_number, ratio,
 };
 use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 /// The buffers that occur together in one context's graphs.
 pub struct Model {
     inner: Mutex<Inner>,
-    /// Where its profile goes. Only saving looks at it, for as long as a save takes.
-    output: Mutex<Output>,
+    /// Where its recorded profile goes. Only saving looks at it, for as long as a save takes.
+    recorded: Mutex<Sink>,
+    /// Where what its cache has learnt goes, likewise.
+    learnt: Mutex<Sink>,
+    /// The profile that its cache began with.
+    began_with: OnceLock<Demand>,
     wants_fill: AtomicBool,
-    copied_bytes: AtomicU64,
+    copied_bytes: Arc<AtomicU64>,
 }
 
 /// Layer number and fingerprint of expert tensors, by name.
@@ -30,8 +34,6 @@ struct Inner {
     by_weights: HashMap<(usize, usize), Arc<Layer>>,
     /// Every expert tensor seen.
     tensors: Tensors,
-    /// Calls that the last saved profile holds.
-    saved_calls: u64,
 }
 
 impl Model {
@@ -39,9 +41,11 @@ impl Model {
     pub fn new() -> Self {
         Self {
             inner: Mutex::default(),
-            output: Mutex::new(Output::Unsettled),
+            recorded: Mutex::default(),
+            learnt: Mutex::default(),
+            began_with: OnceLock::new(),
             wants_fill: AtomicBool::new(true),
-            copied_bytes: AtomicU64::new(0),
+            copied_bytes: Arc::default(),
         }
     }
 
@@ -103,26 +107,34 @@ impl Model {
         self.wants_fill.load(Relaxed) && self.wants_fill.swap(false, Relaxed)
     }
 
-    /// Bytes that were copied to a device.
-    pub fn add_copied(&self, bytes: u64) {
-        self.copied_bytes.fetch_add(bytes, Relaxed);
+    /// Where its recorded profile goes; held while it is being saved.
+    pub fn recorded(&self) -> MutexGuard<'_, Sink> {
+        self.recorded.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Where the profile goes; held while it is being saved.
-    pub fn output(&self) -> MutexGuard<'_, Output> {
-        self.output.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Where what its cache has learnt goes; held while it is being saved.
+    pub fn learnt(&self) -> MutexGuard<'_, Sink> {
+        self.learnt.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Calls of all layers so far, if that is more than the last saved profile holds.
-    pub fn unsaved_calls(&self) -> Option<u64> {
-        let inner = self.inner();
-        let calls = inner.layers.iter().map(|layer| layer.counts.calls()).sum();
-        (calls > inner.saved_calls).then_some(calls)
+    /// Notes the profile that its cache begins with; the first counts.
+    pub fn begin_with(&self, demand: Demand) {
+        let _ = self.began_with.set(demand);
     }
 
-    /// Notes that a profile with at least this many calls has been saved.
-    pub fn set_saved(&self, calls: u64) {
-        self.inner().saved_calls = calls;
+    /// The profile that its cache began with.
+    pub fn began_with(&self) -> Option<&Demand> {
+        self.began_with.get()
+    }
+
+    /// Calls of all layers so far.
+    pub fn calls(&self) -> u64 {
+        self.layers().iter().map(|layer| layer.counts.calls()).sum()
+    }
+
+    /// Counts bytes that were copied to a device.
+    pub fn copied_bytes(&self) -> &Arc<AtomicU64> {
+        &self.copied_bytes
     }
 
     /// Calls and requests of all layers so far.
@@ -220,6 +232,8 @@ fn layer_record(layer: &Layer, counts: &Counts, tensors: &Tensors) -> LayerRecor
         fingerprint: combine_fingerprints(of_layer.map(|(_, id)| id.as_str())),
         batch_1: batch_counts(&counts.single),
         batch_2_up: batch_counts(&counts.multi),
+        ranks: Vec::new(),
+        resident: Vec::new(),
     }
 }
 

@@ -225,6 +225,7 @@ impl Lanes {
             let mut state = cache.state();
             self.acquired.iter().for_each(|&slot| state.slots.release(slot));
             self.copies.iter().for_each(|&(_, slot)| state.end_copy(slot, is_done));
+            cache.count_copies(self.copies.len());
             state.learn(ids.iter().map(|(_, _, id)| id), ids.n_tokens(), &cache.device)
         };
         if let (Some((expert, victim, wished_at)), false) = (wish, cache.device.is_off()) {

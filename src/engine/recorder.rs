@@ -1,7 +1,7 @@
 //! Saves profiles while the program runs and when a context ends. All file work of the plugin is here.
 
-use super::engine;
 use super::model::{Model, Totals};
+use super::{engine, learnt};
 use crate::config::Config;
 use crate::ggml::{Level, graphs_built, log};
 use crate::perf::LayerTimes;
@@ -17,6 +17,9 @@ use std::time::Duration;
 /// Time between two saves while counts change.
 const SAVE_INTERVAL: Duration = Duration::from_secs(5);
 
+/// What caches have learnt is saved once in so many times: every minute.
+const SAVES_PER_LEARNT: u32 = 12;
+
 /// A thread that saves changed profiles every [`SAVE_INTERVAL`]; ends when dropped.
 pub struct Recorder {
     stop: Option<Sender<()>>,
@@ -29,10 +32,10 @@ impl Recorder {
     pub fn start() -> Self {
         let (stop, stopped) = channel::<()>();
         let run = move || {
+            let mut n = 0u32;
             while stopped.recv_timeout(SAVE_INTERVAL) == Err(RecvTimeoutError::Timeout) {
-                for model in engine().models() {
-                    save(engine().config(), &model);
-                }
+                n = n.wrapping_add(1);
+                engine().save(n.is_multiple_of(SAVES_PER_LEARNT));
             }
         };
         let thread = std::thread::Builder::new().name("moe-hot-save".into()).spawn(run);
@@ -66,8 +69,8 @@ pub fn report(config: &Config, models: &[Arc<Model>], has_experts: bool) {
     }
     for model in models {
         report_cache(config, model);
-        let output = model.output();
-        let Output::File(file) = &*output else { continue };
+        let recorded = model.recorded();
+        let Some(file) = recorded.file() else { continue };
         let Totals { layers, calls, requests, .. } = model.totals();
         let path = file.path().display();
         log(
@@ -103,32 +106,72 @@ pub fn save_times(config: &Config, times: Option<LayerTimes>) {
     }
 }
 
-/// Saves the model's profile if there is anything new. Tells the user of the first of several failures.
+/// Saves what was recorded, if there is anything new.
 pub fn save(config: &Config, model: &Model) {
     static FAILING: AtomicBool = AtomicBool::new(false);
-    let (Some(asked), Some(calls)) = (&config.perf_out, model.unsaved_calls()) else { return };
-    let mut output = model.output();
-    let profile = model.profile(config.offload_min_batch);
-    let saved = match &mut *output {
-        Output::Nowhere => return,
-        Output::File(file) => file.replace(&profile),
-        Output::Unsettled => settle(asked, &profile).map(|settled| *output = settled),
-    };
-    match saved {
-        Ok(()) => {
-            model.set_saved(calls);
-            FAILING.store(false, Relaxed);
+    if let Some(asked) = &config.perf_out {
+        // One file can be both: then what was learnt goes with what was recorded.
+        let is_both = config.learns() && config.hot_cache.as_ref() == Some(asked);
+        let profile = || if is_both { learnt::profile(config, model) } else { model.profile(config.offload_min_batch) };
+        model.recorded().save(asked, model.calls(), profile, &FAILING);
+    }
+}
+
+/// Saves what the model's cache has learnt to the profile that it began with, if there is anything new.
+pub fn save_learnt(config: &Config, model: &Model) {
+    static FAILING: AtomicBool = AtomicBool::new(false);
+    let Some(path) = config.hot_cache.as_ref().filter(|path| config.perf_out.as_ref() != Some(path)) else { return };
+    if config.caches() && config.learns() && model.began_with().is_some_and(|demand| demand.model.is_some()) {
+        model.learnt().save(path, model.calls(), || learnt::profile(config, model), &FAILING);
+    }
+}
+
+/// A profile's way to its file.
+#[derive(Default)]
+pub struct Sink {
+    output: Output,
+    /// Calls that the last saved version holds.
+    saved_calls: u64,
+}
+
+impl Sink {
+    /// The file, once it is ours.
+    pub fn file(&self) -> Option<&OutputFile> {
+        match &self.output {
+            Output::File(file) => Some(file),
+            Output::Unsettled | Output::Nowhere => None,
         }
-        Err(error) if !FAILING.swap(true, Relaxed) => {
-            log(Level::Warn, &format!("profile not saved, will be tried again: {error}"));
+    }
+
+    /// Writes the profile if there were calls since it was last written. Tells the user of the first of several failures.
+    fn save(&mut self, asked: &Path, calls: u64, profile: impl FnOnce() -> Profile, failing: &AtomicBool) {
+        if calls <= self.saved_calls || matches!(self.output, Output::Nowhere) {
+            return;
         }
-        Err(_) => {}
+        let profile = profile();
+        let saved = match &mut self.output {
+            Output::Nowhere => return,
+            Output::File(file) => file.replace(&profile),
+            Output::Unsettled => settle(asked, &profile).map(|settled| self.output = settled),
+        };
+        match saved {
+            Ok(()) => {
+                self.saved_calls = calls;
+                failing.store(false, Relaxed);
+            }
+            Err(error) if !failing.swap(true, Relaxed) => {
+                log(Level::Warn, &format!("profile not saved, will be tried again: {error}"));
+            }
+            Err(_) => {}
+        }
     }
 }
 
 /// Where a model's profile goes.
-pub enum Output {
+#[derive(Default)]
+enum Output {
     /// Not decided yet.
+    #[default]
     Unsettled,
     /// To this file, which we hold.
     File(OutputFile),

@@ -5,7 +5,6 @@
 use super::device::HotDevice;
 use super::layer::LayerCache;
 use super::learner::Learner;
-use super::model::Model;
 use crate::cache::{Expert, Slot};
 use crate::copy::{Copy, CopyEngine, Outcome, Started};
 use std::collections::VecDeque;
@@ -48,6 +47,9 @@ impl Wishes {
     /// Adds a wish. The lock is held for this only.
     pub fn push(&self, wish: Wish) {
         let mut queue = self.lock();
+        if self.has_ended() {
+            return;
+        }
         if queue.len() >= MAX_WISHES {
             queue.pop_front();
         }
@@ -59,8 +61,10 @@ impl Wishes {
     /// Tells the ring to end.
     pub fn end(&self) {
         // Under the lock, lest the ring go to sleep just before it is told.
-        let queue = self.lock();
+        let mut queue = self.lock();
         self.ended.store(true, Relaxed);
+        // Wishes hold caches, and caches hold this queue.
+        queue.clear();
         drop(queue);
         self.changed.notify_all();
     }
@@ -104,7 +108,6 @@ struct Flight {
 /// One model's ring.
 pub struct Ring {
     pub engine: Box<dyn CopyEngine>,
-    pub model: Arc<Model>,
     pub device: Arc<HotDevice>,
     pub wishes: Arc<Wishes>,
     flights: VecDeque<Flight>,
@@ -113,8 +116,8 @@ pub struct Ring {
 
 impl Ring {
     /// Nothing under way.
-    pub fn new(engine: Box<dyn CopyEngine>, model: Arc<Model>, device: Arc<HotDevice>, wishes: Arc<Wishes>) -> Self {
-        Self { engine, model, device, wishes, flights: VecDeque::new(), next_id: 0 }
+    pub fn new(engine: Box<dyn CopyEngine>, device: Arc<HotDevice>, wishes: Arc<Wishes>) -> Self {
+        Self { engine, device, wishes, flights: VecDeque::new(), next_id: 0 }
     }
 
     /// Carries out the plan and returns when all of it has landed, or at the end.
@@ -198,7 +201,7 @@ impl Ring {
                     state.slots.publish(slot);
                     state.learner.as_ref().map(Learner::calls)
                 };
-                self.model.add_copied(cache.writer.expert_bytes() as u64);
+                cache.count_copies(1);
                 // A copy that waited behind others tells less of the device than of them.
                 let alone = self.flights.is_empty().then(|| started.elapsed());
                 let lag = wished_at.and_then(|wished_at| calls?.checked_sub(wished_at));
@@ -223,6 +226,9 @@ impl Ring {
         // What is still under way may still write: its slots are lost.
         for Flight { cache, slot, .. } in self.flights.drain(..) {
             cache.state().slots.retire(slot);
+        }
+        if self.is_over() {
+            self.wishes.end();
         }
     }
 }

@@ -45,11 +45,11 @@ impl Splits {
         Self { engine, model: None, known: HashMap::new(), nameless: Vec::new(), ffns: Vec::new() }
     }
 
-    /// The blocks of a split.
-    pub fn blocks(&mut self, split: &Graph<'_>) -> &mut [Seen] {
+    /// The blocks of a split, and the model whose they are.
+    pub fn blocks(&mut self, split: &Graph<'_>) -> (&mut [Seen], Option<&Arc<Model>>) {
         let Some(uid) = split.uid() else {
             self.nameless = self.recognise(split);
-            return &mut self.nameless;
+            return (&mut self.nameless, self.model.as_ref());
         };
         if !self.known.contains_key(&uid) {
             let blocks = self.recognise(split);
@@ -58,7 +58,7 @@ impl Splits {
             }
             self.known.insert(uid, blocks);
         }
-        self.known.get_mut(&uid).map_or(&mut [], Vec::as_mut_slice)
+        (self.known.get_mut(&uid).map_or(&mut [], Vec::as_mut_slice), self.model.as_ref())
     }
 
     fn recognise(&mut self, split: &Graph<'_>) -> Vec<Seen> {

@@ -170,6 +170,12 @@ pub struct LayerRecord {
     pub batch_1: BatchCounts,
     /// Batches of two tokens up to `min_batch_stock` minus one.
     pub batch_2_up: BatchCounts,
+    /// What a cache that learns knows of each expert: its rank among them, 1 and up, the best highest; without zeros.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub ranks: Vec<(u32, u16)>,
+    /// Experts that such a cache held on its device when this was written.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub resident: Vec<u32>,
 }
 
 /// Counts for one kind of batch.

@@ -39,6 +39,10 @@ pub struct LayerDemand {
     ///
     /// The requests of all layers together fit into 64 bits.
     pub requests: Vec<Count>,
+    /// `(expert, rank)` that an earlier cache has learnt, 1 to 65,535, the best last; ordered by expert, each once.
+    pub ranks: Vec<Count>,
+    /// Experts that an earlier cache held at its end, each once.
+    pub resident: Vec<u32>,
 }
 
 impl Demand {
@@ -55,17 +59,18 @@ impl Demand {
             return Err(ProfileFault::NoLayers);
         }
         let n_expert = of_model(file.n_expert)?;
-        let n_expert_by_layer = by_layer(file.moe_hot.map(|section| section.0.layers).unwrap_or_default())?;
+        let mut learnt = by_layer(file.moe_hot.map(|section| section.0.layers).unwrap_or_default())?;
         let mut layers = BTreeMap::new();
         let mut total = 0u64;
         for (index, Object(entry)) in file.layers.into_iter().enumerate() {
             let layer = layer_number("layers", index, &entry.layer)?;
-            let own = n_expert_by_layer.get(&layer).copied();
+            let Learnt { n_expert: own, ranks, resident } = learnt.remove(&layer).unwrap_or_default();
+            let own = (own > 0).then_some(own);
             let requests = entry.requests(layer, own.or(n_expert).unwrap_or(MAX_EXPERTS))?;
             for &(_, count) in &requests {
                 total = total.checked_add(count).ok_or(ProfileFault::Overflow { layer })?;
             }
-            if layers.insert(layer, LayerDemand { n_expert: own, requests }).is_some() {
+            if layers.insert(layer, LayerDemand { n_expert: own, requests, ranks, resident }).is_some() {
                 return Err(ProfileFault::DuplicateLayer { section: "layers", layer });
             }
         }
@@ -110,6 +115,30 @@ struct OwnSection {
 struct OwnLayer {
     layer: Number,
     n_expert: Number,
+    #[serde(default)]
+    ranks: Vec<(Number, Number)>,
+    #[serde(default)]
+    resident: Vec<Number>,
+}
+
+/// What our own section says of a layer.
+#[derive(Default)]
+struct Learnt {
+    n_expert: u32,
+    ranks: Vec<Count>,
+    resident: Vec<u32>,
+}
+
+impl OwnLayer {
+    fn read(&self, layer: u32, n_expert: u32) -> Result<Learnt, ProfileFault> {
+        let ranks = counts(layer, "ranks", &self.ranks, n_expert)?;
+        if let Some(&(id, rank)) = ranks.iter().find(|&&(_, rank)| rank > u16::MAX.into()) {
+            return Err(ProfileFault::Count { layer, list: "ranks", id, count: rank.to_string() });
+        }
+        let once: Vec<_> = self.resident.iter().map(|id| (id.clone(), Number::from(1))).collect();
+        let resident = counts(layer, "resident", &once, n_expert)?.into_iter().map(|(id, _)| id).collect();
+        Ok(Learnt { n_expert, ranks, resident })
+    }
 }
 
 /// Only the field that says what a file is.
@@ -190,15 +219,15 @@ fn of_model(n_expert: Number) -> Result<Option<u32>, ProfileFault> {
     Ok((known > 0).then_some(known))
 }
 
-/// `n_expert` by layer number.
-fn by_layer(section: Vec<Object<OwnLayer>>) -> Result<BTreeMap<u32, u32>, ProfileFault> {
+/// Our own section by layer number.
+fn by_layer(section: Vec<Object<OwnLayer>>) -> Result<BTreeMap<u32, Learnt>, ProfileFault> {
     const SECTION: &str = "moe_hot.layers";
     let mut known = BTreeMap::new();
     for (index, Object(entry)) in section.into_iter().enumerate() {
         let layer = layer_number(SECTION, index, &entry.layer)?;
         let bad = || ProfileFault::ExpertsOfLayer { layer, value: shown(&entry.n_expert) };
         let n_expert = whole(&entry.n_expert, MAX_EXPERTS.into()).filter(|&n| n > 0).ok_or_else(bad)?;
-        if known.insert(layer, n_expert).is_some() {
+        if known.insert(layer, entry.read(layer, n_expert)?).is_some() {
             return Err(ProfileFault::DuplicateLayer { section: SECTION, layer });
         }
     }

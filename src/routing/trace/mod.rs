@@ -9,6 +9,7 @@ mod fault;
 mod tests;
 mod writer;
 
+pub use binary::MAGIC;
 pub use fault::TraceFault;
 pub use writer::TraceWriter;
 

@@ -79,6 +79,11 @@ impl<W: Write> TraceWriter<W> {
         self.out.flush()
     }
 
+    /// What is written to, for taking out what is there.
+    pub fn get_mut(&mut self) -> &mut W {
+        &mut self.out
+    }
+
     /// What is written to.
     pub fn into_inner(self) -> W {
         self.out
