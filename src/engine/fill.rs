@@ -141,8 +141,14 @@ impl Fill {
             spare: self.spare(),
             counts,
         };
-        if self.config.test_slots.is_none() && demand.n_used.saturating_mul(FEW) >= n_expert {
-            return Err(format!("{} of {n_expert} large experts per token: a cache gains nothing", demand.n_used));
+        let expert_bytes = layer.expert_bytes().unwrap_or(0);
+        if demand.n_used.saturating_mul(FEW) >= n_expert && expert_bytes >= LARGE {
+            return Err(format!(
+                "{} of only {n_expert} experts of {} MiB per token, a cache gains nothing: keep whole layers on the GPU \
+                 with --n-cpu-moe",
+                demand.n_used,
+                expert_bytes >> 20
+            ));
         }
         let (worth, resident) = learnt(recorded, &demand);
         Ok((
@@ -322,8 +328,10 @@ fn counts(recorded: Option<&routing::LayerDemand>, n_expert: u16) -> Result<Opti
     Ok(Some(counts))
 }
 
-/// Where a token uses at least one expert in so many, they are few and large: all of them are used all the time.
+/// Where a token uses at least one expert in so many, all of them are used all the time (Mixtral: 2 of 8).
 const FEW: u16 = 4;
+/// Bytes of an expert that is large: the time of a miss is then that of reading it, and a launch costs next to nothing.
+const LARGE: u64 = 32 << 20;
 
 /// What an earlier run has learnt: the worth of each expert, by its ranks or else by its counts, and who was resident.
 fn learnt(recorded: Option<&routing::LayerDemand>, demand: &LayerDemand) -> (Vec<f32>, Vec<Expert>) {

@@ -94,7 +94,7 @@ impl Lanes {
             }
         };
         if ids.n_tokens() == 1 {
-            self.judge(&cache, watch);
+            self.judge(&cache, config, watch);
         }
         self.settle(&cache, ids, status == sys::GGML_STATUS_SUCCESS);
         status
@@ -200,7 +200,7 @@ impl Lanes {
     }
 
     /// Learns from what a single-token call took, and gives the cache up if it has been losing for long.
-    fn judge(&mut self, cache: &LayerCache, watch: &Stopwatch) {
+    fn judge(&mut self, cache: &LayerCache, config: &Config, watch: &Stopwatch) {
         if self.hot_requests.is_empty() {
             self.payoff.was_cold(watch.elapsed_ns());
             return;
@@ -213,7 +213,8 @@ impl Lanes {
             device_ns,
             waited: wait_ns > WAITED_NS,
         });
-        if let Some(loss) = self.payoff.was_parted(watch.elapsed_ns()) {
+        let is_judged = config.test_slots.is_none();
+        if let Some(loss) = self.payoff.was_parted(watch.elapsed_ns()).filter(|_| is_judged) {
             let [ours, cold] = [loss.ours_ns, loss.cold_ns].map(|ns| ns / 1e3);
             cache.device.turn_off(&format!("a layer takes {ours:.0} µs with it and {cold:.0} µs without"));
         }

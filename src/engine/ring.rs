@@ -100,7 +100,6 @@ struct Flight {
     id: u64,
     cache: Arc<LayerCache>,
     slot: Slot,
-    expert: Expert,
     wished_at: Option<u32>,
     started: Instant,
 }
@@ -173,7 +172,7 @@ impl Ring {
         if started == Started::Yes {
             self.next_id += 1;
             let started = Instant::now();
-            self.flights.push_back(Flight { id, cache, slot, expert, wished_at, started });
+            self.flights.push_back(Flight { id, cache, slot, wished_at, started });
             return Ok(());
         }
         cache.state().slots.abandon(slot);
@@ -193,7 +192,7 @@ impl Ring {
         else {
             return;
         };
-        let Flight { cache, slot, expert, wished_at, started, .. } = flight;
+        let Flight { cache, slot, wished_at, started, .. } = flight;
         match outcome {
             Outcome::Whole => {
                 let calls = {
@@ -209,7 +208,7 @@ impl Ring {
             }
             Outcome::Failed => {
                 cache.state().slots.abandon(slot);
-                self.device.turn_off(&format!("the copy of expert {} to it failed", expert.0));
+                self.device.turn_off("a copy to it failed");
             }
             Outcome::Lost => {
                 cache.state().slots.retire(slot);
