@@ -158,6 +158,19 @@ pub enum Refusal {
     },
 }
 
+impl Refusal {
+    /// The same in numbers that count what is needed besides the experts.
+    pub fn beside(self, other: Bytes) -> Self {
+        match self {
+            Self::TooFewSlots { slots, needed, n_used, budget, needed_bytes } => {
+                let (budget, needed_bytes) = (budget.saturating_add(other), needed_bytes.saturating_add(other));
+                Self::TooFewSlots { slots, needed, n_used, budget, needed_bytes }
+            }
+            other => other,
+        }
+    }
+}
+
 impl Plan {
     /// Shares `budget` out among `layers` and ranks what to fill.
     ///

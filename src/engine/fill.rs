@@ -10,7 +10,7 @@ use crate::cache::{
 };
 use crate::config::Config;
 use crate::copy::{CopyEngine, PortableEngine};
-use crate::ggml::{BufferType, Level, log};
+use crate::ggml::{BufferType, Level, Memory, log};
 use crate::lanes::{Pool, padding, try_out};
 use crate::moe::Shape;
 use crate::routing::{self, Demand};
@@ -205,11 +205,12 @@ impl Fill {
         let mut budget = self.device.available().saturating_sub(scratch);
         let mut failed = String::new();
         loop {
-            let plan = Plan::new(&demands, budget, rule).map_err(|refusal| format!("{failed}{refusal} on {name}"))?;
+            let plan = Plan::new(&demands, budget, rule)
+                .map_err(|refusal| format!("{failed}{} on {name}", refusal.beside(scratch)))?;
             if plan.slots_per_layer == 0 && self.config.test_slots != Some(0) {
                 return Err(format!("{failed}{budget} hold no expert of every layer on {name}"));
             }
-            if let Some(caches) = self.try_allocate(candidates, &plan).map_err(|error| error.to_string())? {
+            if let Some(caches) = self.try_allocate(candidates, &plan, scratch).map_err(|error| error.to_string())? {
                 return Ok((plan, caches));
             }
             failed = format!("{name} had no room for {}; then: ", plan.bytes);
@@ -217,9 +218,18 @@ impl Fill {
         }
     }
 
-    /// All layers' pools, or nothing.
-    fn try_allocate(&self, candidates: &[Candidate], plan: &Plan) -> Result<Option<Vec<Option<Arc<LayerCache>>>>> {
+    /// All layers' pools, or nothing. Sees to it that contexts find room for their scratch memory.
+    fn try_allocate(
+        &self,
+        candidates: &[Candidate],
+        plan: &Plan,
+        scratch: Bytes,
+    ) -> Result<Option<Vec<Option<Arc<LayerCache>>>>> {
         let kind = self.kind()?;
+        let scratch_size = usize::try_from(scratch.0).unwrap_or(usize::MAX);
+        let Some(_room) = self.device.allocate(scratch, || Memory::allocate(kind, scratch_size)) else {
+            return Ok(None);
+        };
         let mut caches = Vec::with_capacity(candidates.len());
         for (candidate, layer) in candidates.iter().zip(&plan.layers) {
             if layer.slots == 0 {

@@ -182,7 +182,10 @@ impl Engine {
                 state.times.get_or_insert_default().add(times);
             }
             let is_last = state.live_contexts == 0;
-            let ended = is_last.then(|| (state.recorder.take(), std::mem::take(&mut state.fillers)));
+            // A cache goes on with the next context, as long as its model is loaded.
+            let is_over = is_last && self.live_buffers.load(Relaxed) == 0;
+            let fillers = if is_over { std::mem::take(&mut state.fillers) } else { Vec::new() };
+            let ended = (if is_last { state.recorder.take() } else { None }, fillers);
             (is_last, ended, state.times)
         };
         drop(ended); // joins threads: not under the lock
