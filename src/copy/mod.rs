@@ -7,6 +7,8 @@
 mod portable;
 #[cfg(test)]
 pub(crate) mod testing;
+#[cfg(test)]
+mod tests;
 
 pub use portable::PortableEngine;
 
@@ -76,17 +78,4 @@ pub fn staging_blocks(expert_bytes: usize) -> (usize, usize) {
     const MOST: usize = 8;
     let block = expert_bytes.max(1);
     ((STAGING_BYTES / block).clamp(2, MOST), block)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn there_are_two_staging_blocks_or_as_many_as_fit() {
-        assert_eq!(staging_blocks(1 << 20), (8, 1 << 20));
-        assert_eq!(staging_blocks(20 << 20), (3, 20 << 20));
-        assert_eq!(staging_blocks(200 << 20), (2, 200 << 20));
-        assert_eq!(staging_blocks(0), (8, 1));
-    }
 }

@@ -32,6 +32,7 @@ pub struct PortableEngine {
     free: Vec<HostBlock>,
     /// Ids and starting times of the copies in flight, oldest first.
     flying: VecDeque<(u64, Instant)>,
+    patience: Duration,
 }
 
 impl PortableEngine {
@@ -57,7 +58,21 @@ impl PortableEngine {
         };
         let thread = std::thread::Builder::new().name("moe-hot-copy".into()).spawn(run);
         let thread = thread.map_err(|_| Error::Ggml("a thread for copies"))?;
-        Ok(Self { staged: Some(staged), ended, thread: Some(thread), free, flying: VecDeque::new() })
+        Ok(Self {
+            staged: Some(staged),
+            ended,
+            thread: Some(thread),
+            free,
+            flying: VecDeque::new(),
+            patience: PATIENCE,
+        })
+    }
+
+    /// The same with another limit than [`PATIENCE`].
+    #[must_use]
+    pub fn with_patience(mut self, patience: Duration) -> Self {
+        self.patience = patience;
+        self
     }
 }
 
@@ -85,7 +100,7 @@ impl CopyEngine for PortableEngine {
 
     fn wait(&mut self, timeout: Duration) -> Option<(u64, Outcome)> {
         let &(id, since) = self.flying.front()?;
-        let left = PATIENCE.saturating_sub(since.elapsed());
+        let left = self.patience.saturating_sub(since.elapsed());
         match self.ended.recv_timeout(timeout.min(left)) {
             Ok(Ended { id, arrived, block }) => {
                 self.free.push(block);
@@ -114,8 +129,10 @@ impl CopyEngine for PortableEngine {
 impl Drop for PortableEngine {
     fn drop(&mut self) {
         drop(self.staged.take());
+        // Copies in flight end first, unless one of them does not.
+        while self.thread.is_some() && self.wait(self.patience).is_some() {}
         if let Some(thread) = self.thread.take() {
-            // Copies in flight end first. A panic in the thread has been reported by the panic hook and failed its copy.
+            // A panic in the thread has been reported by the panic hook and failed its copy.
             let _ = thread.join();
         }
     }

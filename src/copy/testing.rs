@@ -1,1 +1,0 @@
-//! One conformance suite for all copy engines.

@@ -1,0 +1,91 @@
+//! A pool to copy into, what its tensors hold, and experts with bytes of their own.
+
+use crate::ggml::testing::type_facts;
+use crate::ggml::{Backend, Device, GraphBuilder, OwnGraph, TensorIndex, sys};
+use crate::lanes::{Pool, PoolWriter};
+use crate::moe::WeightShape;
+use std::sync::Arc;
+
+/// An expert's bytes, one tensor after the other.
+pub(crate) type Bytes = [u8];
+
+/// An expert tensor of this type; `ne` is one expert's part of it, in ggml order.
+pub(crate) fn tensor(kind: sys::ggml_type, ne: &[i64]) -> WeightShape {
+    let (_, block, bytes) = type_facts(kind).unwrap();
+    let elements: i64 = ne.iter().product();
+    let mut whole = [1; 4];
+    whole[..ne.len()].copy_from_slice(ne);
+    WeightShape::for_test(kind, whole, ne.len(), (elements as u64 / block * bytes) as usize)
+}
+
+/// A pool of zeros, and handles to it.
+pub(crate) struct Target {
+    pub(crate) writer: Arc<PoolWriter>,
+    device: Device,
+    tensors: OwnGraph,
+    index: Vec<TensorIndex>,
+    expert_bytes: Vec<usize>,
+    slots: u16,
+}
+
+/// What a pool's tensors should hold.
+pub(crate) struct Expected {
+    tensors: Vec<Vec<u8>>,
+    expert_bytes: Vec<usize>,
+}
+
+impl Target {
+    pub(crate) fn new(device: Device, shapes: &[WeightShape], slots: u16) -> Self {
+        let pool = Pool::allocate(device.buffer_type().unwrap(), shapes, slots).unwrap().unwrap();
+        let mut builder = GraphBuilder::new(shapes.len()).unwrap();
+        let mut index = Vec::new();
+        for (number, shape) in shapes.iter().enumerate() {
+            let tensor = builder.leaf(shape.kind, shape.ne_for(slots.into())).unwrap();
+            builder.place(tensor, pool.memory(), pool.offset(number)).unwrap();
+            index.push(tensor);
+        }
+        let tensors = builder.finish(Vec::new()).unwrap();
+        let expert_bytes = shapes.iter().map(|shape| shape.expert_bytes).collect();
+        let writer = Arc::new(PoolWriter::new(&pool).unwrap());
+        Self { writer, device, tensors, index, expert_bytes, slots }
+    }
+
+    pub(crate) fn expert_bytes(&self) -> usize {
+        self.expert_bytes.iter().sum()
+    }
+
+    /// Bytes that differ by expert and by place, none of which is zero.
+    pub(crate) fn expert(&self, number: u64) -> Vec<u8> {
+        let byte =
+            |at: usize| ((at as u64).wrapping_mul(7).wrapping_add(at as u64 >> 8).wrapping_add(13 * number)) % 255;
+        (0..self.expert_bytes()).map(|at| byte(at) as u8 + 1).collect()
+    }
+
+    /// What a fresh pool holds.
+    pub(crate) fn zeros(&self) -> Expected {
+        let tensors = self.expert_bytes.iter().map(|&len| vec![0; len * usize::from(self.slots)]).collect();
+        Expected { tensors, expert_bytes: self.expert_bytes.clone() }
+    }
+
+    /// Reads every byte of every tensor back.
+    pub(crate) fn assert_holds(&self, expected: &Expected) {
+        let mut backend = Backend::new(self.device).unwrap();
+        for (number, (&tensor, expected)) in self.index.iter().zip(&expected.tensors).enumerate() {
+            let mut found = vec![0; expected.len()];
+            backend.download(&self.tensors, tensor, 0, &mut found).unwrap();
+            let differs = found.iter().zip(expected).position(|(found, expected)| found != expected);
+            assert_eq!(differs, None, "first wrong byte of tensor {number}");
+        }
+    }
+}
+
+impl Expected {
+    pub(crate) fn put(&mut self, slot: u16, expert: &Bytes) {
+        let mut rest = expert;
+        for (tensor, &len) in self.tensors.iter_mut().zip(&self.expert_bytes) {
+            let (part, after) = rest.split_at(len);
+            tensor[usize::from(slot) * len..][..len].copy_from_slice(part);
+            rest = after;
+        }
+    }
+}
