@@ -38,6 +38,14 @@ pub enum Error {
     /// ggml refused to create something.
     #[error("ggml could not create {0}")]
     Ggml(&'static str),
+    /// CUDA's driver refused something, or is missing.
+    #[error("CUDA: {call}: {reason}")]
+    Cuda {
+        /// What was attempted, or the driver's function.
+        call: &'static str,
+        /// The driver's answer.
+        reason: String,
+    },
     /// An expert id points outside the layer.
     #[error("layer {layer}: expert id {id} at slot {slot} of token {token} is outside 0..{n_expert}")]
     ExpertId {

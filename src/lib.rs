@@ -7,6 +7,7 @@ pub mod cache;
 pub mod cli;
 pub mod config;
 pub mod copy;
+pub mod cuda;
 pub mod engine;
 mod error;
 pub mod ggml;

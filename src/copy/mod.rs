@@ -56,11 +56,13 @@ pub enum Outcome {
     Lost,
 }
 
+/// Puts an expert's bytes, one tensor after the other, into a staging block; `false` if they are gone.
+pub type Read<'a> = &'a mut dyn FnMut(&mut [u8]) -> bool;
+
 /// Carries experts to one device, several at a time, in order. Used by one thread.
 pub trait CopyEngine: Send {
-    /// Stages a copy and sends it off. `read` puts the expert's bytes, one tensor after the other, into the block; `false`
-    /// if they are gone.
-    fn start(&mut self, copy: Copy, read: &mut dyn FnMut(&mut [u8]) -> bool) -> Started;
+    /// Stages a copy and sends it off.
+    fn start(&mut self, copy: Copy, read: Read<'_>) -> Started;
 
     /// Copies that were started and not reported yet.
     fn in_flight(&self) -> usize;

@@ -3,7 +3,7 @@
 //! ggml can only wait without a limit, so the waiting is done by that thread, which is left alone, with everything it
 //! uses, if a copy never ends. Staging blocks travel with their copies: nobody else can touch them meanwhile.
 
-use super::{Copy, CopyEngine, Outcome, PATIENCE, Started, staging_blocks};
+use super::{Copy, CopyEngine, Outcome, PATIENCE, Read, Started, staging_blocks};
 use crate::ggml::{Backend, BufferType, Device, HostBlock};
 use crate::{Error, Result};
 use std::collections::VecDeque;
@@ -77,7 +77,7 @@ impl PortableEngine {
 }
 
 impl CopyEngine for PortableEngine {
-    fn start(&mut self, copy: Copy, read: &mut dyn FnMut(&mut [u8]) -> bool) -> Started {
+    fn start(&mut self, copy: Copy, read: Read<'_>) -> Started {
         let Some(mut block) = self.free.pop() else { return Started::Full };
         let len = copy.target.expert_bytes();
         if len > block.size() || !block.write_with(len, read).unwrap_or(false) {

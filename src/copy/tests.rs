@@ -3,7 +3,8 @@
 use super::testing::{Subject, failing, hanging, hanging_unseen, healthy, in_a_process_of_its_own, slow};
 use super::{CopyEngine, PortableEngine, staging_blocks};
 use crate::ggml::Device;
-use crate::ggml::testing::{FakeDevice, load_cpu};
+use crate::ggml::test_devices::FakeDevice;
+use crate::ggml::testing::load_cpu;
 use std::time::Duration;
 
 fn on(device: Device, pinned: bool, check: impl FnOnce(&Subject<'_>)) {
@@ -41,12 +42,12 @@ fn portable_engines_conform_where_host_memory_cannot_be_page_locked() {
 
 #[test]
 fn portable_engines_conform_on_a_device() {
-    in_a_process_of_its_own(&[], || on_fake_device(|subject, _| healthy(subject)));
+    in_a_process_of_its_own(|| on_fake_device(|subject, _| healthy(subject)));
 }
 
 #[test]
 fn portable_engines_conform_with_the_devices_own_host_memory() {
-    in_a_process_of_its_own(&[], || {
+    in_a_process_of_its_own(|| {
         load_cpu();
         let fake = FakeDevice::load();
         fake.set("host_buffer", 1);
@@ -56,35 +57,35 @@ fn portable_engines_conform_with_the_devices_own_host_memory() {
 
 #[test]
 fn portable_engines_conform_on_a_slow_device() {
-    in_a_process_of_its_own(&[], || {
+    in_a_process_of_its_own(|| {
         on_fake_device(|subject, fake| slow(subject, &|bandwidth| fake.set("bandwidth_mbs", bandwidth)));
     });
 }
 
 #[test]
 fn portable_engines_conform_where_copies_fail() {
-    in_a_process_of_its_own(&[], || {
+    in_a_process_of_its_own(|| {
         on_fake_device(|subject, fake| failing(subject, &|nth| fake.set("fault_copy_once", nth)));
     });
 }
 
 #[test]
 fn portable_engines_conform_where_a_copy_never_ends() {
-    in_a_process_of_its_own(&[], || {
+    in_a_process_of_its_own(|| {
         on_fake_device(|subject, fake| hanging(subject, &|nth| fake.set("fault_hang", nth)));
     });
 }
 
 #[test]
 fn portable_engines_can_be_dropped_while_a_copy_hangs() {
-    in_a_process_of_its_own(&[], || {
+    in_a_process_of_its_own(|| {
         on_fake_device(|subject, fake| hanging_unseen(subject, &|nth| fake.set("fault_hang", nth)));
     });
 }
 
 #[test]
 fn there_is_no_engine_where_the_device_makes_no_instance() {
-    in_a_process_of_its_own(&[], || {
+    in_a_process_of_its_own(|| {
         load_cpu();
         let fake = FakeDevice::load();
         fake.set("fault_init", 1);

@@ -10,7 +10,8 @@ use crate::cache::{
 };
 use crate::config::Config;
 use crate::copy::{CopyEngine, PortableEngine};
-use crate::ggml::{BufferType, Level, Memory, log};
+use crate::cuda;
+use crate::ggml::{BufferType, Device, Level, Memory, log};
 use crate::lanes::{Pool, padding, try_out};
 use crate::moe::Shape;
 use crate::routing::{self, Demand};
@@ -319,8 +320,18 @@ impl Fill {
     }
 
     fn copy_engine(&self, expert_bytes: usize) -> Result<Box<dyn CopyEngine>> {
-        Ok(Box::new(PortableEngine::new(self.device.device(), expert_bytes, !self.config.no_host)?))
+        copy_engine(self.device.device(), expert_bytes, !self.config.no_host)
     }
+}
+
+/// The fastest that there is for the device.
+fn copy_engine(device: Device, expert_bytes: usize, pinned: bool) -> Result<Box<dyn CopyEngine>> {
+    match cuda::engine_for(device, expert_bytes, pinned) {
+        Some(Ok(engine)) => return Ok(engine),
+        Some(Err(error)) => log(Level::Warn, &format!("{error}; copies to {} go through ggml", device.name())),
+        None => {}
+    }
+    Ok(Box::new(PortableEngine::new(device, expert_bytes, pinned)?))
 }
 
 /// A layer's requests by expert, `[n_expert]`; `None` if the profile lacks the layer.
@@ -359,4 +370,39 @@ fn learnt(recorded: Option<&routing::LayerDemand>, demand: &LayerDemand) -> (Vec
     }
     let resident = recorded.resident.iter().filter_map(|&id| u16::try_from(id).ok()).filter(|&id| id < demand.n_expert);
     (worth_of_ranks(&by_rank, demand.n_used), resident.map(Expert).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::copy::testing::{Subject, healthy, test_of};
+    use crate::cuda::tests::{FakeDriver, with_library};
+    use crate::ggml::test_devices::{logged, register_cuda_lookalike};
+
+    #[test]
+    fn cuda_devices_get_cudas_engine() {
+        FakeDriver::with(|driver| {
+            let device = register_cuda_lookalike();
+            let make = |bytes: usize, _| copy_engine(device, bytes, true).unwrap();
+            healthy(&Subject { make: &make, device });
+            assert!((1..u64::MAX).contains(&driver.stat("cuMemcpyHtoDAsync_v2")));
+            assert_eq!(logged(), [""; 0]);
+        });
+    }
+
+    #[test]
+    fn where_the_driver_is_of_no_use_copies_go_through_ggml_and_one_line_says_so() {
+        let test = || {
+            let device = register_cuda_lookalike();
+            let engine = copy_engine(device, 1 << 20, true).unwrap();
+            assert_eq!(
+                logged(),
+                ["moe-hot: CUDA: loading libcuda.so: it has no cuInit; copies to CUDA0 go through ggml\n"]
+            );
+            drop(engine);
+            let make = |bytes: usize, _| copy_engine(device, bytes, true).unwrap();
+            healthy(&Subject { make: &make, device });
+        };
+        with_library("libggml_fake.so", test_of(&test), test);
+    }
 }

@@ -3,6 +3,7 @@
 use super::{BufferType, c_text, sys};
 use crate::{Error, Result};
 use std::borrow::Cow;
+use std::mem::MaybeUninit;
 use std::ptr::NonNull;
 
 /// The name that the plugin's device has.
@@ -51,8 +52,25 @@ impl Device {
 
     /// Whether it is on another machine, as llama.cpp tells it: by its registry's name.
     fn is_remote(&self) -> bool {
-        // SAFETY: a registered device has a registry with a name.
-        unsafe { c_text(sys::ggml_backend_reg_name(sys::ggml_backend_dev_backend_reg(self.as_raw()))) == "RPC" }
+        self.registry_name() == "RPC"
+    }
+
+    /// Name of the registry that the device belongs to, such as `CUDA`.
+    pub fn registry_name(&self) -> Cow<'static, str> {
+        // SAFETY: a registered device has a registry with a name, and both live as long as the process.
+        unsafe { c_text(sys::ggml_backend_reg_name(sys::ggml_backend_dev_backend_reg(self.as_raw()))) }
+    }
+
+    /// Its PCI bus id, such as `0000:01:00.0`, if it tells.
+    pub fn bus_id(&self) -> Option<String> {
+        let mut props = MaybeUninit::<sys::ggml_backend_dev_props>::zeroed();
+        // SAFETY: the device is registered and fills the struct, for which all zeros are valid; the text lives as long as
+        // the device.
+        let id = unsafe {
+            sys::ggml_backend_dev_get_props(self.as_raw(), props.as_mut_ptr());
+            c_text(props.assume_init().device_id)
+        };
+        Some(id.into_owned()).filter(|id| !id.is_empty())
     }
 
     /// The device's short name.

@@ -14,6 +14,8 @@ mod log;
 mod memory;
 mod tensor;
 #[cfg(test)]
+pub(crate) mod test_devices;
+#[cfg(test)]
 pub(crate) mod testing;
 
 pub use abi::{COMMIT, RevisionCheck, check_host, is_commit, is_our_commit};

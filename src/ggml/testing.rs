@@ -1,8 +1,6 @@
 //! A safe way for unit tests to build graphs without memory behind them.
 
-use super::{BufferType, Device, Graph, Tensor, c_text, sys};
-use std::ffi::{CString, c_char, c_void};
-use std::path::Path;
+use super::{BufferType, Graph, Tensor, c_text, sys};
 use std::ptr::{NonNull, null_mut};
 
 /// Owns the tensors and graphs of one test.
@@ -147,36 +145,4 @@ pub fn type_facts(id: u32) -> Option<(String, u64, u64)> {
     let (name, block, bytes) =
         unsafe { (c_text(sys::ggml_type_name(id)), sys::ggml_blck_size(id), sys::ggml_type_size(id)) };
     (block > 0).then(|| (name.into_owned(), block as u64, bytes as u64))
-}
-
-/// Loads a backend's library into this process, for good.
-pub(crate) fn load(library: &Path) {
-    let path = CString::new(library.to_str().unwrap()).unwrap();
-    // SAFETY: a NUL-terminated path.
-    assert!(!unsafe { sys::ggml_backend_load(path.as_ptr()) }.is_null(), "{} was not loaded", library.display());
-}
-
-/// A GPU that is not there (`tests/fake-device`), loaded into this process, which should be one of the test's own.
-pub(crate) struct FakeDevice {
-    pub(crate) device: Device,
-    set: unsafe extern "C" fn(*const c_char, i64) -> bool,
-}
-
-impl FakeDevice {
-    pub(crate) fn load() -> Self {
-        load(&crate::copy::testing::beside_this_program("libggml_fake.so"));
-        let device = Device::named("FAKE0").unwrap();
-        let set = device.proc_address(c"fake_set").unwrap();
-        // SAFETY: FakeDevice documents this name with exactly this signature.
-        let set =
-            unsafe { std::mem::transmute::<NonNull<c_void>, unsafe extern "C" fn(*const c_char, i64) -> bool>(set) };
-        Self { device, set }
-    }
-
-    /// Changes one of its settings or faults.
-    pub(crate) fn set(&self, name: &str, value: i64) {
-        let c_name = CString::new(name).unwrap();
-        // SAFETY: a NUL-terminated name.
-        assert!(unsafe { (self.set)(c_name.as_ptr(), value) }, "FakeDevice has no setting {name}");
-    }
 }

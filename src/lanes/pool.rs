@@ -62,6 +62,7 @@ pub struct PoolWriter {
     tensors: OwnGraph,
     index: Vec<TensorIndex>,
     expert_bytes: Vec<usize>,
+    slots: u16,
 }
 
 /// Bytes read back at each of a tensor's ends to see whether a copy has arrived.
@@ -78,13 +79,15 @@ impl PoolWriter {
             index.push(tensor);
         }
         let expert_bytes = pool.shapes.iter().map(|shape| shape.expert_bytes).collect();
-        Ok(Self { tensors: builder.finish(Vec::new())?, index, expert_bytes })
+        Ok(Self { tensors: builder.finish(Vec::new())?, index, expert_bytes, slots: pool.slots })
     }
 
     /// Address on the device and length in bytes of each tensor's part of a slot, in the order of the expert's bytes.
-    pub fn ranges(&self, slot: u16) -> impl Iterator<Item = (usize, usize)> {
+    /// `None` if the pool has no such slot.
+    pub fn ranges(&self, slot: u16) -> Option<impl Iterator<Item = (usize, usize)>> {
         let parts = self.index.iter().zip(&self.expert_bytes);
-        parts.map(move |(&tensor, &len)| (self.tensors.address(tensor) + usize::from(slot) * len, len))
+        let range = move |(&tensor, &len)| (self.tensors.address(tensor) + usize::from(slot) * len, len);
+        (slot < self.slots).then(|| parts.map(range))
     }
 
     /// Bytes of one expert in all of its tensors.

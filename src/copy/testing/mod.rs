@@ -6,7 +6,7 @@
 mod process;
 mod target;
 
-pub(crate) use process::{beside_this_program, in_a_process_of_its_own, search_path};
+pub(crate) use process::{beside_this_program, in_a_process_of_its_own, run_again, search_path, test_of};
 pub(crate) use target::{Bytes, Target, tensor};
 
 use super::{Copy, CopyEngine, Outcome, STAGING_BYTES, Started, staging_blocks};
@@ -76,6 +76,7 @@ pub(crate) fn healthy(subject: &Subject<'_>) {
     unreadable_experts_are_not_reported_and_free_their_block(subject);
     experts_that_are_too_large_are_not_read(subject);
     with_nothing_in_flight_there_is_no_wait(subject);
+    a_slot_that_is_not_there_is_not_filled(subject);
     layers_of_several_sizes_share_an_engine(subject);
     an_engine_can_be_made_in_one_thread_and_used_in_another(subject);
     dropping_lets_go_of_the_pools(subject);
@@ -200,6 +201,17 @@ fn with_nothing_in_flight_there_is_no_wait(subject: &Subject<'_>) {
     assert!(begin.elapsed() < LONG);
 }
 
+fn a_slot_that_is_not_there_is_not_filled(subject: &Subject<'_>) {
+    let target = subject.layer();
+    let mut engine = subject.engine(&target);
+    match start(&mut *engine, &target, 0, 5, &target.expert(0)) {
+        Started::Refused => {}
+        Started::Yes => assert_eq!(engine.wait(LONG), Some((0, Outcome::Failed))),
+        other => panic!("{other:?}"),
+    }
+    target.assert_holds(&target.zeros());
+}
+
 fn layers_of_several_sizes_share_an_engine(subject: &Subject<'_>) {
     let (small, large) = (subject.layer(), subject.large_layer());
     let mut engine = subject.engine(&large);
@@ -299,8 +311,8 @@ pub(crate) fn failing(subject: &Subject<'_>, fail: &dyn Fn(i64)) {
     let target = subject.layer();
     let n_tensors = layer_shapes().len() as i64;
     for nth in 1..=2 * n_tensors {
-        let mut engine = subject.engine(&target);
         fail(nth);
+        let mut engine = subject.engine(&target);
         let id_of_failed = ((nth - 1) / n_tensors) as u64;
         for id in 0..2 {
             // Other bytes in every round: nothing that arrived before can be taken for them.

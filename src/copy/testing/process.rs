@@ -10,10 +10,18 @@ use std::{any, env, thread};
 const CHILD: &str = "MOE_HOT_TEST_PROCESS";
 const TIME_LIMIT: Duration = Duration::from_secs(120);
 
-/// Runs the test that calls it once more, in a process of its own with these variables, and `body` there.
-///
-/// `body` is a closure of the test, whose name is read from the closure's.
-pub(crate) fn in_a_process_of_its_own<F: FnOnce()>(variables: &[(&str, &OsStr)], body: F) {
+/// Runs the test that calls it once more, in a process of its own, and `body` there, which is a closure of the test.
+pub(crate) fn in_a_process_of_its_own<F: FnOnce()>(body: F) {
+    run_again(test_of(&body), &[], body);
+}
+
+/// Name of the test that a closure stands in.
+pub(crate) fn test_of<F>(_: &F) -> &'static str {
+    any::type_name::<F>().split_once("::").unwrap().1.trim_end_matches("::{{closure}}")
+}
+
+/// Runs a test once more, in a process of its own with these variables, and `body` there.
+pub(crate) fn run_again(test: &str, variables: &[(&str, &OsStr)], body: impl FnOnce()) {
     if env::var_os(CHILD).is_some() {
         thread::spawn(|| {
             thread::sleep(TIME_LIMIT);
@@ -22,14 +30,12 @@ pub(crate) fn in_a_process_of_its_own<F: FnOnce()>(variables: &[(&str, &OsStr)],
         });
         return body();
     }
-    let name = any::type_name::<F>();
-    let name = name.split_once("::").unwrap().1.trim_end_matches("::{{closure}}");
     let mut child = Command::new(env::current_exe().unwrap());
-    child.args(["--exact", name, "--nocapture"]).env(CHILD, "1").envs(variables.iter().copied());
+    child.args(["--exact", test, "--nocapture"]).env(CHILD, "1").envs(variables.iter().copied());
     let output = child.output().unwrap();
     let [printed, errors] = [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes));
     let has_passed = output.status.success() && printed.contains("1 passed");
-    assert!(has_passed, "{name}, in a process of its own: {}\n{printed}\n{errors}", output.status);
+    assert!(has_passed, "{test}, in a process of its own: {}\n{printed}\n{errors}", output.status);
 }
 
 /// A library that cargo has built for this test program.
