@@ -181,8 +181,9 @@ impl PageLocked {
     pub(super) fn new(size: usize) -> Result<Self> {
         // SAFETY: the memory is written to before it is read.
         let start = checked("cuMemHostAlloc", unsafe { result::malloc_host(size, 0) })?;
-        let start = NonNull::new(start.cast::<u8>());
-        let start = start.ok_or_else(|| Error::Cuda { call: "cuMemHostAlloc", reason: "no address".into() })?;
+        let Some(start) = NonNull::new(start.cast::<u8>()) else {
+            return Err(Error::Cuda { call: "cuMemHostAlloc", reason: "no address".into() });
+        };
         // SAFETY: the driver gave us `size` bytes.
         unsafe { start.write_bytes(0, size) };
         Ok(Self { start, size })
