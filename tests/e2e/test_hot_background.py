@@ -9,13 +9,14 @@ import pytest
 
 import paths
 from fake import fake_environment, read_stats
-from hot import HotResult, complaints, ends, starts
+from hot import CALLS_BEFORE_FILL, HotResult, complaints, ends, starts
 from models import generated
 from paths import PLUGIN, SHIPPED_MODEL
 from probe import assert_same_answer, decode, greedy, load, threads, unload
 from processes import run as run_program
 from processes import wait_for
 from server import COMMON_ARGUMENTS, start
+from ways_models import large_qwen3moe
 
 MIB = 1 << 20
 MB = 10**6
@@ -91,7 +92,17 @@ def test_a_model_that_is_unloaded_during_the_fill_while_another_decodes(hot, oth
     result = run(hot, steps, fake=SLOW, more_models=[str(generated(other))])
     assert result.starts
     assert len(result.complaints) == (other != "Q4_K")  # the profile is not that model's
-    assert result.stats["allocated_bytes"] == 0
+
+
+@pytest.mark.xfail(strict=True, reason="a fill that is still allocating gives the cache to layers that are gone")
+def test_a_model_that_is_unloaded_while_its_cache_is_allocated(hot, tmp_path):
+    """While another decodes, so that the fill is not waited for. Large pools take some time to be zeroed."""
+    large = large_qwen3moe(tmp_path / "large.gguf")
+    profile = hot.probe.recording(large, WARM_UP).out_file
+    in_other = [decode(1, context=1), greedy(8, context=1)]
+    steps = [*in_other, decode(1), greedy(CALLS_BEFORE_FILL - 1), unload(), *in_other]
+    runs = [hot.run(large, steps, profile, more_models=[str(generated("F16"))]) for _ in range(3)]
+    assert [result.stats["allocated_bytes"] for result in runs] == [0, 0, 0]
 
 
 @pytest.mark.xfail(strict=True, reason="a model's cache is filled once in a process, even if the model comes back")
