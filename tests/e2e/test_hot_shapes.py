@@ -144,3 +144,65 @@ def test_a_profile_recorded_with_a_cache_tells_hits_from_misses(hot, model_of_tw
     assert cached.by_batch_size == without.by_batch_size
     hot_experts = [len(layer["hot_experts"]) for layer in cached.raw["layers"]]
     assert all(0 < n <= slots for n in hot_experts)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"n_ubatch": 16},
+        {"n_threads": 3},
+        {"load_mode": "none"},
+        {"n_seq": 4, "kv_unified": False},
+    ],
+    ids=str,
+)
+def test_other_ways_to_load_and_to_batch(hot, options):
+    steps = SEQUENCES if "n_seq" in options else [*STEPS, decode(300), greedy(4)]
+    assert_same_with(hot, generated("Q4_K"), steps, "50 %", **options)
+
+
+def test_a_split_model(hot):
+    """Each layer's experts may lie in several buffers."""
+    assert_same_with(hot, generated("split"), STEPS, "50 %")
+
+
+@pytest.mark.parametrize(
+    "fake", [{"host_buffer": 1}, {"latency_us": 2000}, {"threads": 3}, {"host_buffer": 1, "bandwidth_mbs": 50}], ids=str
+)
+def test_other_devices(hot, fake):
+    """With page-locked host memory, and slow ones."""
+    model, slots = generated("Q4_K"), 8
+    ours = hot.run(model, STEPS, hot.profile(model, STEPS), slots=slots, fake=fake)
+    assert_same_answer(hot.probe.stock(model, STEPS), ours)
+    assert_hot(ours, slots)
+
+
+@pytest.mark.parametrize("variable", ["MOE_HOT_NO_HOST", "LLAMA_ARG_NO_HOST"])
+def test_without_page_locked_memory(hot, variable):
+    model, slots = generated("Q4_K"), 8
+    profile = hot.profile(model, STEPS)
+    ours = hot.run(model, STEPS, profile, slots=slots, fake={"host_buffer": 1}, environment={variable: 1})
+    assert_same_answer(hot.probe.stock(model, STEPS), ours)
+    assert_hot(ours, slots)
+
+
+@pytest.mark.parametrize("threshold", [2, 8, 64, 400])
+def test_another_threshold_for_stocks_batches(hot, threshold):
+    """Batches from there on are stock's; a raised one makes ours larger, up to a limit for those that run hot."""
+    model, slots = generated("Q4_K"), 8
+    steps = [*STEPS, decode(50), decode(63), decode(64), decode(65), decode(300), greedy(3)]
+    ours = hot.run(
+        model, steps, hot.profile(model, STEPS), slots=slots, environment={"GGML_OP_OFFLOAD_MIN_BATCH": threshold}
+    )
+    assert_same_answer(hot.probe.stock(model, steps), ours)
+    assert_hot(ours, slots)
+
+
+def test_with_an_eval_callback(hot, model_of_two):
+    """One that watches the router's choice, which stays outside of the expert FFN."""
+    profile = hot.profile(model_of_two, STEPS)
+    stock = hot.probe.stock(model_of_two, STEPS, count_experts=True)
+    ours = hot.run(model_of_two, STEPS, profile, slots=8, count_experts=True)
+    assert_same_answer(stock, ours)
+    assert_hot(ours, 8)
+    assert ours.expert_counts == stock.expert_counts
