@@ -184,20 +184,30 @@ def test_a_profile_that_does_not_name_its_model_serves(hot, tmp_path):
     assert_cached(run(hot, profile, MAX_MIB=3), 3)
 
 
-def test_a_profile_with_another_number_of_experts(hot, tmp_path):
-    """Then no layer can be cached: a line for the layers, and one for the cache."""
+@pytest.fixture
+def with_more_experts(hot, tmp_path) -> HotResult:
+    """With a profile that does not name its model and counts twice as many experts per layer."""
+
+    def edit(raw: dict) -> None:
+        del raw["model"]
+        for part in (raw, *raw["moe_hot"]["layers"]):
+            part["n_expert"] = 2 * N_EXPERT
+
+    return run(hot, edited(hot.profile(generated("Q4_K"), STEPS), tmp_path, edit))
+
+
+def test_a_profile_with_another_number_of_experts(hot, with_more_experts):
     other = hot.profile(generated("F16", "granitemoe"), [decode(3)])
     assert Profile.read(other).raw["n_expert"] != N_EXPERT
     assert_cold(run(hot, other), "recorded from another model")
-    profile = edited(hot.profile(generated("Q4_K"), STEPS), tmp_path, lambda raw: raw.pop("model"))
-    for layer in (raw := json.loads(profile.read_text()))["moe_hot"]["layers"]:
-        layer["n_expert"] = 2 * N_EXPERT
-    profile.write_text(json.dumps(raw | {"n_expert": 2 * N_EXPERT}))
-    result = run(hot, profile)
-    assert result.hits == result.stats["allocations"] == 0
-    layers, cache = result.complaints
-    assert "layers 0, 1, 2: the profile is of a model with 32 experts per layer, this one has 16" in layers
-    assert "no layer of this model can be cached" in cache
+    assert with_more_experts.hits == with_more_experts.stats["allocations"] == 0
+    why = "the profile is of a model with 32 experts per layer, this one has 16"
+    assert why in with_more_experts.complaints[0]
+
+
+@pytest.mark.xfail(strict=True, reason="a line for the layers that cannot be cached, and one for having none that can")
+def test_a_profile_with_another_number_of_experts_is_told_in_one_line(with_more_experts):
+    assert len(with_more_experts.complaints) == 1
 
 
 def test_a_profile_that_is_not_there(hot, tmp_path):
