@@ -7,7 +7,8 @@ use super::{Copy, CopyEngine, Outcome, PATIENCE, Read, Started, staging_blocks};
 use crate::ggml::{Backend, BufferType, Device, HostBlock};
 use crate::{Error, Result};
 use std::collections::VecDeque;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -15,6 +16,51 @@ use std::time::{Duration, Instant};
 struct Staged {
     copy: Copy,
     block: HostBlock,
+}
+
+/// Staged copies on their way to the thread. Not a channel: what a thread that hangs has not begun must come back.
+#[derive(Default)]
+struct Queue {
+    inner: Mutex<Waiting>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct Waiting {
+    copies: VecDeque<Staged>,
+    is_closed: bool,
+}
+
+impl Queue {
+    /// Adds a copy; gives it back if the queue is closed.
+    fn push(&self, staged: Staged) -> std::result::Result<(), Staged> {
+        let mut inner = self.lock();
+        if inner.is_closed {
+            return Err(staged);
+        }
+        inner.copies.push_back(staged);
+        self.changed.notify_one();
+        Ok(())
+    }
+
+    /// Waits for the next copy; `None` once the queue is closed.
+    fn pop(&self) -> Option<Staged> {
+        let is_idle = |inner: &mut Waiting| inner.copies.is_empty() && !inner.is_closed;
+        let mut inner = self.changed.wait_while(self.lock(), is_idle).unwrap_or_else(PoisonError::into_inner);
+        inner.copies.pop_front()
+    }
+
+    /// Ends the thread after the copy that it is at, and drops all others.
+    fn close(&self) {
+        let mut inner = self.lock();
+        inner.is_closed = true;
+        inner.copies.clear();
+        self.changed.notify_all();
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Waiting> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 /// What the thread reports.
@@ -26,7 +72,7 @@ struct Ended {
 
 /// Copies through a backend instance of its own on one device.
 pub struct PortableEngine {
-    staged: Option<SyncSender<Staged>>,
+    staged: Arc<Queue>,
     ended: Receiver<Ended>,
     thread: Option<JoinHandle<()>>,
     free: Vec<HostBlock>,
@@ -44,10 +90,11 @@ impl PortableEngine {
         let block = |_| HostBlock::allocate(kind, size).or_else(|_| HostBlock::allocate(plain, size));
         let free = (0..blocks).map(block).collect::<Result<Vec<_>>>()?;
         let mut backend = Backend::new(device)?;
-        let (staged, incoming) = sync_channel::<Staged>(blocks);
+        let staged = Arc::<Queue>::default();
+        let incoming = staged.clone();
         let (done, ended) = sync_channel(blocks);
         let run = move || {
-            while let Ok(Staged { copy, block }) = incoming.recv() {
+            while let Some(Staged { copy, block }) = incoming.pop() {
                 let arrived = copy.target.fill(&mut backend, copy.slot.0, &block).unwrap_or(false);
                 let id = copy.id;
                 drop(copy); // its pool may be waited for
@@ -58,14 +105,7 @@ impl PortableEngine {
         };
         let thread = std::thread::Builder::new().name("moe-hot-copy".into()).spawn(run);
         let thread = thread.map_err(|_| Error::Ggml("a thread for copies"))?;
-        Ok(Self {
-            staged: Some(staged),
-            ended,
-            thread: Some(thread),
-            free,
-            flying: VecDeque::new(),
-            patience: PATIENCE,
-        })
+        Ok(Self { staged, ended, thread: Some(thread), free, flying: VecDeque::new(), patience: PATIENCE })
     }
 
     /// The same with another limit than [`PATIENCE`].
@@ -85,13 +125,11 @@ impl CopyEngine for PortableEngine {
             return Started::Unreadable;
         }
         let id = copy.id;
-        match self.staged.as_ref().map(|staged| staged.send(Staged { copy, block })) {
-            Some(Ok(())) => {
-                self.flying.push_back((id, Instant::now()));
-                Started::Yes
-            }
-            _ => Started::Refused,
+        if self.staged.push(Staged { copy, block }).is_err() {
+            return Started::Refused;
         }
+        self.flying.push_back((id, Instant::now()));
+        Started::Yes
     }
 
     fn in_flight(&self) -> usize {
@@ -115,6 +153,7 @@ impl CopyEngine for PortableEngine {
             Err(RecvTimeoutError::Timeout) => {
                 // The thread hangs in the device and cannot be ended: leave it.
                 self.thread = None;
+                self.staged.close();
                 self.flying.pop_front();
                 Some((id, Outcome::Lost))
             }
@@ -128,9 +167,9 @@ impl CopyEngine for PortableEngine {
 
 impl Drop for PortableEngine {
     fn drop(&mut self) {
-        drop(self.staged.take());
         // Copies in flight end first, unless one of them does not.
         while self.thread.is_some() && self.wait(self.patience).is_some() {}
+        self.staged.close();
         if let Some(thread) = self.thread.take() {
             // A panic in the thread has been reported by the panic hook and failed its copy.
             let _ = thread.join();

@@ -68,7 +68,9 @@ impl Fill {
         let (plan, caches) = self.allocate(&candidates, scratch)?;
         self.announce(&candidates, &plan, scratch);
         for (candidate, cache) in candidates.iter().zip(&caches) {
-            candidate.layer.set_cache(cache.clone());
+            if let Some(cache) = cache {
+                candidate.layer.give_cache(cache.clone());
+            }
         }
         self.copy(self.fills(&candidates, &plan), &caches);
         Ok(())
@@ -98,16 +100,19 @@ impl Fill {
                 }
             }
         }
-        for (reason, layers) in &refused {
+        let tell = |(reason, layers): (&String, &BTreeSet<u32>)| {
             let layers: Vec<_> = layers.iter().map(u32::to_string).collect();
-            log(Level::Warn, &format!("not cached, on the CPU as before: layers {}: {reason}", layers.join(", ")));
+            format!("layers {}: {reason}", layers.join(", "))
+        };
+        let refused = refused.iter().map(tell).collect::<Vec<_>>().join("; ");
+        if candidates.is_empty() {
+            return Err(format!("no layer can be cached: {refused}"));
+        }
+        if !refused.is_empty() {
+            log(Level::Warn, &format!("not cached, on the CPU as before: {refused}"));
         }
         candidates.sort_by_key(|candidate| candidate.number);
-        if candidates.is_empty() {
-            Err("no layer of this model can be cached".into())
-        } else {
-            Ok((candidates, Bytes(scratch as u64)))
-        }
+        Ok((candidates, Bytes(scratch as u64)))
     }
 
     fn candidate(&self, layer: &Arc<Layer>, demand: &Demand) -> Result<(Candidate, usize), Reason> {
@@ -115,7 +120,7 @@ impl Fill {
         if let Shape::Partial(reason) = shape {
             return Err(reason.into());
         }
-        if ffns.is_empty() {
+        if ffns.is_empty() || parts.is_empty() {
             return Err(reason.unwrap_or("its block was not seen whole").into());
         }
         let device = self.device.device();

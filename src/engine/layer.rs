@@ -187,20 +187,36 @@ impl Layer {
 
     /// Its cache, if there is one.
     pub fn cache(&self) -> Option<Arc<LayerCache>> {
-        self.cache.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.cache_place().clone()
     }
 
-    /// Gives it a cache, or takes it away.
-    pub fn set_cache(&self, cache: Option<Arc<LayerCache>>) {
-        *self.cache.lock().unwrap_or_else(PoisonError::into_inner) = cache;
+    /// Gives it a cache, unless the model's memory that it was made for has gone meanwhile.
+    pub fn give_cache(&self, cache: Arc<LayerCache>) {
+        // Both under the lock that `forget_buffer` takes.
+        let seen = self.seen();
+        let is_there = |part: &Part| seen.parts.iter().any(|known| known.key == part.key);
+        if cache.parts.iter().all(is_there) {
+            *self.cache_place() = Some(cache);
+        }
+    }
+
+    /// Takes its cache away.
+    pub fn drop_cache(&self) {
+        *self.cache_place() = None;
     }
 
     /// Forgets all that lies in a buffer that is about to go. What was copied from it must not serve its successor.
     pub fn forget_buffer(&self, buffer: usize) {
-        self.seen().parts.retain(|part| part.key.0 != buffer);
-        if self.cache().is_some_and(|cache| cache.parts.iter().any(|part| part.key.0 == buffer)) {
-            self.set_cache(None);
+        let mut seen = self.seen();
+        seen.parts.retain(|part| part.key.0 != buffer);
+        let mut cache = self.cache_place();
+        if cache.as_ref().is_some_and(|cache| cache.parts.iter().any(|part| part.key.0 == buffer)) {
+            *cache = None;
         }
+    }
+
+    fn cache_place(&self) -> MutexGuard<'_, Option<Arc<LayerCache>>> {
+        self.cache.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn seen(&self) -> MutexGuard<'_, Sight> {

@@ -252,7 +252,7 @@ impl Lanes {
         };
         if cache.device.is_off() {
             // Its memory goes back to the device.
-            seen.layer.set_cache(None);
+            seen.layer.drop_cache();
             seen.hot = None;
             return None;
         }

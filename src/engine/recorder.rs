@@ -122,7 +122,7 @@ pub fn save_learnt(config: &Config, model: &Model) {
     static FAILING: AtomicBool = AtomicBool::new(false);
     let Some(path) = config.hot_cache.as_ref().filter(|path| config.perf_out.as_ref() != Some(path)) else { return };
     if config.caches() && config.learns() && model.began_with().is_some_and(|demand| demand.model.is_some()) {
-        model.learnt().save(path, model.calls(), || learnt::profile(config, model), &FAILING);
+        model.learnt().save_in_place(path, model.calls(), || learnt::profile(config, model), &FAILING);
     }
 }
 
@@ -143,8 +143,33 @@ impl Sink {
         }
     }
 
-    /// Writes the profile if there were calls since it was last written. Tells the user of the first of several failures.
+    /// Writes the profile if there were calls since it was last written: to the file asked for or one beside it.
     fn save(&mut self, asked: &Path, calls: u64, profile: impl FnOnce() -> Profile, failing: &AtomicBool) {
+        self.save_with(settle, asked, calls, profile, failing);
+    }
+
+    /// The same to this file and no other: if it is another model's, or held by someone, to none.
+    fn save_in_place(&mut self, path: &Path, calls: u64, profile: impl FnOnce() -> Profile, failing: &AtomicBool) {
+        let settle = |path: &Path, profile: &Profile| match OutputFile::claim(path, profile)? {
+            Some(file) => Ok(Output::File(file)),
+            None => {
+                let path = path.display();
+                log(Level::Info, &format!("{path} is held by another program or model: what is learnt is not kept"));
+                Ok(Output::Nowhere)
+            }
+        };
+        self.save_with(settle, path, calls, profile, failing);
+    }
+
+    /// Tells the user of the first of several failures.
+    fn save_with(
+        &mut self,
+        settle: impl FnOnce(&Path, &Profile) -> Result<Output>,
+        asked: &Path,
+        calls: u64,
+        profile: impl FnOnce() -> Profile,
+        failing: &AtomicBool,
+    ) {
         if calls <= self.saved_calls || matches!(self.output, Output::Nowhere) {
             return;
         }
