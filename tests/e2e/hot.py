@@ -142,9 +142,9 @@ class Hot:
         **options,
     ) -> HotResult:
         """`slots`: of every layer, else as many as the budget holds; `fake`: settings of FakeDevice's; `environment`:
-        more of the plugin's variables; `options`: moe-probe's."""
+        more of the plugin's variables (without an update rate the set of residents is fixed); `options`: moe-probe's."""
         stats_file = self.probe.folder / f"stats-{self.probe.n_runs}"
-        ours = {"LLAMA_ARG_MOE_HOT_CACHE": profile, **(environment or {})}
+        ours = {"LLAMA_ARG_MOE_HOT_CACHE": profile, "LLAMA_ARG_MOE_HOT_CACHE_UPDATE_RATE": 0, **(environment or {})}
         if slots is not None:
             ours["MOE_HOT_TEST_SLOTS"] = slots
         if device is not None:
