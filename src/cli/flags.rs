@@ -179,8 +179,7 @@ fn starts_with(arg: &OsStr, prefix: &str) -> bool {
     arg.as_encoded_bytes().starts_with(prefix.as_bytes())
 }
 
-/// Of a complaint of the argument parser, the line that says what is wrong.
-pub fn first_line(error: &clap::Error) -> String {
+fn first_line(error: &clap::Error) -> String {
     let text = error.to_string();
     text.lines().next().unwrap_or_default().trim_start_matches("error: ").to_owned()
 }

@@ -64,8 +64,15 @@ fn parse() -> Result<Command, Failure> {
         ErrorKind::DisplayHelp | ErrorKind::DisplayVersion | ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {
             error.exit()
         }
-        _ => Failure::Input(anyhow!(flags::first_line(&error))),
+        _ => Failure::Input(anyhow!(complaint(&error))),
     })
+}
+
+/// What the argument parser says is wrong and was expected, without its advice.
+fn complaint(error: &clap::Error) -> String {
+    let text = error.to_string();
+    let lines: Vec<_> = text.lines().take_while(|line| !line.is_empty()).map(str::trim).collect();
+    lines.join(" ").trim_start_matches("error: ").to_owned()
 }
 
 /// The text with control characters written out, whatever a file is called.

@@ -12,9 +12,9 @@ pub struct CopyCost {
 impl CopyCost {
     /// Free and at once.
     pub const NONE: Self = Self { price: 0.0, lag: 0 };
-    /// From this price on the policy is at its steadiest. Tuned on Gemma4's trace, see docs/replay.md.
+    /// From this price on the policy is at its steadiest. Picked with both traces in view, see docs/replay.md.
     const STEADY_PRICE: f32 = 0.5;
-    /// From this lag on the policy is at its steadiest. Tuned on Gemma4's trace, see docs/replay.md.
+    /// From this lag on the policy is at its steadiest. Picked with both traces in view, see docs/replay.md.
     const STEADY_LAG: f32 = 4.0;
 
     /// How much what lasts counts for more than what is recent: 0 (copies are free and at once) to 1 (dear or late).
@@ -37,8 +37,8 @@ impl Admission {
     pub const NOBODY: Self = Self { margin: f32::INFINITY };
     /// Margin at a price of one hit, in uses per call.
     ///
-    /// Hits minus priced copies are highest on both traces in data/traces, at 8 to 32 slots, for margins close to
-    /// 0.1·√price, over prices from 0.1 to 4: see docs/replay.md.
+    /// Picked with both traces in view: 0.1·√price lies within the wide range of margins that are best for hits minus
+    /// priced copies at 8 to 32 slots and prices from 0.1 to 4, see docs/replay.md.
     const MARGIN_OF_ONE_HIT: f32 = 0.1;
 
     /// The margin that suits what copies cost, for scores in uses per call.

@@ -27,7 +27,7 @@ impl Weights {
     pub const QUICK: Self = Self { fast: 0.1, slow: 0.7 / 3.0, transition: 2.0 / 3.0 };
     /// Best where copies are dear or late: what holds for the next call only is no reason for a copy.
     ///
-    /// Found on Gemma4's trace and checked on Qwen3's, see docs/replay.md.
+    /// Picked with both traces in view; none was held out, see docs/replay.md.
     pub const STEADY: Self = Self { fast: 0.0, slow: 2.0 / 3.0, transition: 1.0 / 3.0 };
 
     /// Between [`Self::QUICK`] and [`Self::STEADY`], as copies are on this machine.

@@ -98,8 +98,10 @@ impl<P: Policy> Decider<P> {
         experts: impl IntoIterator<Item = Expert>,
         is_before: impl Fn(f32, f32) -> bool,
     ) -> Option<(Expert, f32)> {
+        let mut experts = experts.into_iter().peekable();
+        experts.peek()?; // scores are worked out only where they are wanted
         let scores = self.policy.scores();
-        let scored = experts.into_iter().filter_map(|expert| Some((expert, *scores.get(usize::from(expert.0))?)));
+        let scored = experts.filter_map(|expert| Some((expert, *scores.get(usize::from(expert.0))?)));
         scored.reduce(|chosen, next| if is_before(next.1, chosen.1) { next } else { chosen })
     }
 }

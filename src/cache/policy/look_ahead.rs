@@ -18,7 +18,7 @@ pub struct LookAhead {
 impl LookAhead {
     /// Chance from which a copy at the price of one hit pays, per hit of its price.
     ///
-    /// Chances are means over rows and so too low: those above .2 come true in .57, those above .3 in .76 of all cases
+    /// Chances are means over rows and so too low: those above .19 come true in .55, those above .3 in .77 of all cases
     /// (Qwen3, 16 slots, see docs/replay.md).
     const CHANCE_PER_PRICE: f32 = 0.3;
 

@@ -1,9 +1,12 @@
 //! Which experts follow which: learnt counts from one set of experts to the next.
 
 use super::Expert;
+use std::hint::black_box;
 
 /// How many uses the prior counts for: `blend` in field.md.
 const PRIOR_USES: f32 = 2.0;
+/// In bytes.
+const CACHE_LINE: usize = 64;
 
 /// For each expert i: how often it was used, and how often each expert e was used after it.
 ///
@@ -41,12 +44,22 @@ impl Transitions {
         }
     }
 
+    /// Reads one byte of each cache line of the rows at hand, so that they come from memory together and not one by one.
+    ///
+    /// Between two tokens a model's weights drive these rows out of the caches.
+    fn touch(&self, now: &[Expert]) {
+        let rows = now.iter().map(|expert| usize::from(expert.0)).filter(|&row| row < self.uses.len());
+        let lines = rows.flat_map(|row| self.counts[row * self.n_to..][..self.n_to].iter().step_by(CACHE_LINE));
+        black_box(lines.fold(0, |all, &count| all | count));
+    }
+
     /// Writes to `chances` how likely each expert comes next, 0 to 1, `[n_to]`:
     ///
     /// the mean over the experts i used now of (M\[i\]\[e\] + 2·prior(e)) / (n\[i\] + 2), see `blend` in field.md.
     /// `prior` times `scale` is the uses per call of each expert; it stands alone where nothing was used now.
     pub fn chances(&self, now: &[Expert], prior: &[f32], scale: f32, chances: &mut [f32]) {
         let rows = || now.iter().filter_map(|expert| Some((expert, *self.uses.get(usize::from(expert.0))?)));
+        self.touch(now);
         let n_rows = rows().count().max(1) as f32;
         let weight = |uses: u8| 1.0 / ((f32::from(uses) + PRIOR_USES) * n_rows);
         let of_prior: f32 = rows().map(|(_, uses)| PRIOR_USES * weight(uses)).sum();

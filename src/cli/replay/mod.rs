@@ -46,7 +46,7 @@ pub struct ReplayArgs {
     #[arg(long, value_name = "FILE")]
     profile: Option<PathBuf>,
     /// What a copy costs, in hits: the time it takes from a token, divided by what a hit saves; for the default policy
-    #[arg(long, value_name = "HITS", default_value = "0", value_parser = price)]
+    #[arg(long, value_name = "HITS", default_value = "0", allow_negative_numbers = true, value_parser = price)]
     copy_price: f32,
     /// Copy at most one expert per layer and token before the layer is reached; for the default policy
     #[arg(long)]
