@@ -36,6 +36,9 @@ pub struct Fill {
 /// Why there is nothing to fill, in words for users.
 type Reason = String;
 
+/// The layers' caches in the order of the candidates; none for a layer without slots.
+type Caches = Vec<Option<Arc<LayerCache>>>;
+
 /// A layer that can be cached.
 struct Candidate {
     layer: Arc<Layer>,
@@ -197,11 +200,7 @@ impl Fill {
     }
 
     /// Plans and allocates; where the device gives less than planned, again with half of the budget.
-    fn allocate(
-        &self,
-        candidates: &[Candidate],
-        scratch: Bytes,
-    ) -> Result<(Plan, Vec<Option<Arc<LayerCache>>>), Reason> {
+    fn allocate(&self, candidates: &[Candidate], scratch: Bytes) -> Result<(Plan, Caches), Reason> {
         let name = self.device.device().name();
         let rule = self
             .config
@@ -225,12 +224,7 @@ impl Fill {
     }
 
     /// All layers' pools, or nothing. Sees to it that contexts find room for their scratch memory.
-    fn try_allocate(
-        &self,
-        candidates: &[Candidate],
-        plan: &Plan,
-        scratch: Bytes,
-    ) -> Result<Option<Vec<Option<Arc<LayerCache>>>>> {
+    fn try_allocate(&self, candidates: &[Candidate], plan: &Plan, scratch: Bytes) -> Result<Option<Caches>> {
         let kind = self.kind()?;
         let scratch_size = usize::try_from(scratch.0).unwrap_or(usize::MAX);
         let Some(_room) = self.device.allocate(scratch, || Memory::allocate(kind, scratch_size)) else {
@@ -303,7 +297,7 @@ impl Fill {
     }
 
     /// Copies these experts, in their order. Each serves from the moment it is complete. Then goes on with wishes.
-    fn copy(&self, fills: Vec<(usize, Expert)>, caches: &[Option<Arc<LayerCache>>]) {
+    fn copy(&self, fills: Vec<(usize, Expert)>, caches: &Caches) {
         if caches.iter().all(Option::is_none) || (fills.is_empty() && !self.learns()) {
             return;
         }

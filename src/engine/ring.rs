@@ -121,7 +121,7 @@ impl Ring {
 
     /// Carries out the plan and returns when all of it has landed, or at the end.
     pub fn carry_out(&mut self, mut plan: VecDeque<Wish>) {
-        while !self.is_over() && !(plan.is_empty() && self.flights.is_empty()) {
+        while !(self.is_over() || plan.is_empty() && self.flights.is_empty()) {
             while let Some(wish) = plan.pop_front() {
                 if let Err(wish) = self.start(wish) {
                     plan.push_front(wish);
