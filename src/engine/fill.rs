@@ -55,7 +55,10 @@ struct Candidate {
 impl Fill {
     /// Does it all; whatever goes wrong costs the cache, no more.
     pub fn run(self) {
-        if let Err(reason) = self.fill() {
+        // What a model that is being unloaded lacks is no news.
+        if let Err(reason) = self.fill()
+            && self.model.is_loaded()
+        {
             log(Level::Warn, &format!("no hot cache: {reason}; experts run on the CPU"));
         }
     }
@@ -111,7 +114,7 @@ impl Fill {
         if candidates.is_empty() {
             return Err(format!("no layer can be cached: {refused}"));
         }
-        if !refused.is_empty() {
+        if !refused.is_empty() && self.model.is_loaded() {
             log(Level::Warn, &format!("not cached, on the CPU as before: {refused}"));
         }
         candidates.sort_by_key(|candidate| candidate.number);
