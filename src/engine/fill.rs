@@ -55,6 +55,11 @@ struct Candidate {
 impl Fill {
     /// Does it all; whatever goes wrong costs the cache, no more.
     pub fn run(self) {
+        self.fill_or_say_why();
+        self.wishes.set_filled();
+    }
+
+    fn fill_or_say_why(&self) {
         // What a model that is being unloaded lacks is no news.
         if let Err(reason) = self.fill()
             && self.model.is_loaded()
@@ -317,6 +322,7 @@ impl Fill {
         ring.carry_out(fills.into_iter().filter_map(wish).collect());
         if self.learns() {
             self.wishes.forget();
+            self.wishes.set_filled();
             ring.serve();
         }
     }

@@ -7,6 +7,9 @@ use crate::config::UpdateRate;
 const RATE_TOKENS: f32 = 1000.0;
 /// Calls between two looks at what copies cost.
 const CALLS_PER_PRICE: u32 = 64;
+/// What copies are taken to cost before any was measured: as much as a miss, and late. What is swapped in haste while copies
+/// seem free is not won back once they turn out to be dear.
+const UNKNOWN: CopyCost = CopyCost { price: 1.0, lag: 4 };
 
 /// A layer's policy, and its allowance of replacements.
 pub struct Learner {
@@ -28,7 +31,7 @@ impl Learner {
     /// Begins with what an earlier run found: uses per call of each expert, `[n_expert]`.
     pub fn new(worth: &[f32], n_slots: u16, n_spare: u16, n_used: u16, rate: Option<UpdateRate>) -> Self {
         let n_expert = u16::try_from(worth.len()).unwrap_or(u16::MAX);
-        let mut decider = Decider::fitting(n_expert, CopyCost::NONE);
+        let mut decider = Decider::fitting(n_expert, UNKNOWN);
         decider.seed(worth);
         let slots = f32::from(n_slots);
         Self {

@@ -249,10 +249,10 @@ impl Engine {
         };
         match std::thread::Builder::new().name("moe-hot-fill".into()).spawn(|| fill.run()) {
             Ok(thread) => {
+                state.fillers.push(Filler { model: model.clone(), wishes: wishes.clone(), thread: Some(thread) });
+                drop(state);
                 if self.config.test_slots.is_some() {
-                    let _ = thread.join();
-                } else {
-                    state.fillers.push(Filler { model: model.clone(), wishes, thread: Some(thread) });
+                    wishes.wait_filled();
                 }
             }
             Err(error) => log(Level::Warn, &format!("no hot cache: no thread to fill it ({error})")),

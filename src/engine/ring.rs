@@ -36,6 +36,7 @@ pub struct Wishes {
     queue: Mutex<VecDeque<Wish>>,
     changed: Condvar,
     ended: AtomicBool,
+    filled: AtomicBool,
 }
 
 impl Wishes {
@@ -77,6 +78,20 @@ impl Wishes {
     /// Drops all that wait: wished for while the plan was carried out, they are old.
     pub fn forget(&self) {
         self.lock().clear();
+    }
+
+    /// The plan has been carried out, or given up.
+    pub fn set_filled(&self) {
+        let queue = self.lock();
+        self.filled.store(true, Relaxed);
+        drop(queue);
+        self.changed.notify_all();
+    }
+
+    /// Waits until the plan has been carried out, or given up.
+    pub fn wait_filled(&self) {
+        let queue = self.lock();
+        drop(self.changed.wait_while(queue, |_| !self.filled.load(Relaxed)));
     }
 
     fn take(&self) -> Option<Wish> {
