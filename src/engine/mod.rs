@@ -231,7 +231,7 @@ impl Engine {
 
     /// Starts to fill a model's cache once it has computed enough; `calls`: of one of its layers so far.
     fn consider_fill(&self, model: &Arc<Model>, calls: u64) {
-        if calls < CALLS_BEFORE_FILL || !model.take_fill() {
+        if !model.take_fill(calls, CALLS_BEFORE_FILL) {
             return;
         }
         let Ok(device) = self.hot_device() else { return };

@@ -21,6 +21,8 @@ pub struct Model {
     /// The profile that its cache began with.
     began_with: OnceLock<Demand>,
     wants_fill: AtomicBool,
+    /// Calls of a layer before it was last loaded.
+    calls_before: AtomicU64,
     copied_bytes: Arc<AtomicU64>,
 }
 
@@ -45,6 +47,7 @@ impl Model {
             learnt: Mutex::default(),
             began_with: OnceLock::new(),
             wants_fill: AtomicBool::new(true),
+            calls_before: AtomicU64::new(0),
             copied_bytes: Arc::default(),
         }
     }
@@ -85,6 +88,8 @@ impl Model {
             inner.by_weights.retain(|(owner, _), _| *owner != buffer);
             if inner.by_weights.is_empty() {
                 // It may be loaded again, elsewhere in memory.
+                let calls = inner.layers.iter().map(|layer| layer.counts.calls()).max();
+                self.calls_before.store(calls.unwrap_or(0), Relaxed);
                 self.wants_fill.store(true, Relaxed);
             }
             inner.layers.clone()
@@ -102,9 +107,12 @@ impl Model {
         model_id(&self.inner().tensors)
     }
 
-    /// Whether its cache is still to be filled; `true` once.
-    pub fn take_fill(&self) -> bool {
-        self.wants_fill.load(Relaxed) && self.wants_fill.swap(false, Relaxed)
+    /// Whether its cache is to be filled now: once, when one of its layers has been computed `n` times since it was loaded.
+    /// `calls`: of that layer so far.
+    pub fn take_fill(&self, calls: u64, n: u64) -> bool {
+        self.wants_fill.load(Relaxed)
+            && calls >= n.saturating_add(self.calls_before.load(Relaxed))
+            && self.wants_fill.swap(false, Relaxed)
     }
 
     /// Where its recorded profile goes; held while it is being saved.
