@@ -14,6 +14,8 @@ N_LAYERS, N_USED = 3, 4
 SLOTS = 8  # of 16
 N_TENSORS = 3  # of an expert, each copied by itself
 N_COPIES = N_LAYERS * SLOTS * N_TENSORS
+N_IN_FLIGHT = 8  # experts that the ring has sent before the first one is known to have arrived
+N_POOLS_AND_TRIAL = N_LAYERS + 1  # room for scratch memory is tried out and given back before pools are made
 STEPS = [decode(1), greedy(CALLS_BEFORE_FILL), decode(2), decode(7), greedy(8)]
 TWO = [
     decode(4, context=0),
@@ -68,7 +70,7 @@ def healthy(hot) -> HotResult:
 
 
 def test_every_allocation_may_fail(hot, healthy):
-    """From the Nth on, for every N; the pools of three layers and one context's scratch memory."""
+    """From the Nth on, for every N; a try-out, the pools of three layers and one context's scratch memory."""
     for n in range(1, MANY):
         result = run(hot, {"fault": f"alloc={n}"})
         assert_given_back(result)
@@ -76,11 +78,11 @@ def test_every_allocation_may_fail(hot, healthy):
             break
         assert result.hits == 0
         assert_told_once(result, "no room")
-    assert n - 1 == healthy.stats["allocations"] == N_LAYERS + 1
+    assert n - 1 == healthy.stats["allocations"] == N_POOLS_AND_TRIAL + 1
     assert result.hits == healthy.hits
 
 
-@pytest.mark.parametrize("n", range(1, N_LAYERS + 1))
+@pytest.mark.parametrize("n", range(1, N_POOLS_AND_TRIAL + 1))
 def test_a_pool_that_cannot_be_had_makes_the_cache_smaller(hot, healthy, n):
     """The device gives less than it reports: the next attempt is smaller, and no complaint is due."""
     result = run(hot, {"fault": f"alloc_once={n}"})
@@ -101,7 +103,6 @@ def test_a_limit_that_the_device_does_not_report_makes_the_cache_smaller(hot, he
     assert_given_back(result)
 
 
-@pytest.mark.xfail(strict=True, reason="pools may take all that there is, so that no context finds room to use them")
 def test_pools_leave_room_for_the_scratch_memory(hot):
     result = run(hot, {"fault": "alloc_over_mib=1"})
     assert result.hits > 0 or result.stats["peak_bytes"] == 0
@@ -138,18 +139,13 @@ FIRST, SECOND, MIDDLE, LAST = 1, 2, N_COPIES // 2, N_COPIES
 @pytest.mark.parametrize("once", ["", "_once"])
 @pytest.mark.parametrize("n", [FIRST, SECOND, SECOND + 1, SECOND + 2, MIDDLE, LAST])
 def test_a_copy_that_does_not_arrive(hot, n, once):
-    """Of experts: nothing is filled after it, and what had been filled is not used."""
+    """Of experts: nothing is sent once it is known, and what had been filled is not used."""
     result = run(hot, {"fault": f"copy{once}={n}"})
     assert result.stats["faults"] > 0
     assert_told_once(result, "a copy to it failed")
     assert result.hits == 0
-    assert result.stats["set_async_calls"] <= n + N_TENSORS - 1
+    assert result.stats["set_async_calls"] <= n - 1 + N_IN_FLIGHT * N_TENSORS
     assert_given_back(result)
-
-
-@pytest.mark.xfail(strict=True, reason="a token's rows are uploaded without a check that they have arrived")
-def test_rows_that_do_not_arrive(hot):
-    run(hot, {"fault": f"copy_once={N_COPIES + 1}"})
 
 
 @pytest.mark.parametrize("n", [FIRST, pytest.param(MIDDLE, marks=pytest.mark.full)])
@@ -189,8 +185,8 @@ def test_a_fault_with_two_contexts_is_told_once(hot, fault):
 def test_a_context_without_room_leaves_the_cache_to_the_other(hot):
     """The pools and the first context's scratch memory can be had, the second context's cannot."""
     both = run(hot, {}, **TWO_CONTEXTS)
-    assert both.stats["allocations"] == N_LAYERS + 2
-    result = run(hot, {"fault": f"alloc={N_LAYERS + 2}"}, **TWO_CONTEXTS)
+    assert both.stats["allocations"] == N_POOLS_AND_TRIAL + 2
+    result = run(hot, {"fault": f"alloc={N_POOLS_AND_TRIAL + 2}"}, **TWO_CONTEXTS)
     assert_told_once(result, "no room on FAKE0 for a context's scratch memory")
     assert 0 < result.hits < both.hits
     assert_given_back(result)
