@@ -11,7 +11,7 @@ mod price;
 pub mod replay;
 mod slots;
 
-pub use payoff::{Loss, PayOff};
+pub use payoff::{Loss, PayOff, gains_nothing};
 pub use plan::{LayerDemand, LayerPlan, Plan, Refusal, SlotRule, Spare, TensorBytes};
 pub use policy::{Blend, CopyCost, Decider, ranks, worth_of_ranks};
 pub use price::{Call, MissCosts, MissRule};

@@ -2,6 +2,18 @@
 //!
 //! Pure: times are told, in nanoseconds. Kept by each context for its single-token calls.
 
+use super::Bytes;
+
+/// Where a token uses at least one expert in so many, all of them are used all the time (Mixtral: 2 of 8).
+const FEW: u16 = 4;
+/// Bytes of an expert that is large: a miss costs the reading of it, beside which nothing that a cache saves counts.
+const LARGE: Bytes = Bytes::from_mib(32);
+
+/// Whether a layer has so few and large experts that no cache of some of them gains anything (field.md, lesson 13).
+pub fn gains_nothing(n_used: u16, n_expert: u16, expert_bytes: Bytes) -> bool {
+    n_used.saturating_mul(FEW) >= n_expert && expert_bytes >= LARGE
+}
+
 /// Calls that are judged together.
 const WINDOW: u32 = 2048;
 /// Windows in a row that must be lost before the cache is given up.
@@ -109,6 +121,16 @@ mod tests {
         let (mut payoff, loss) = session(900.0, 500.0, (LOST_WINDOWS - 1) * WINDOW);
         assert_eq!(loss, None);
         assert!((0..LONG).all(|_| payoff.was_parted(300.0).is_none()));
+    }
+
+    #[test]
+    fn few_large_experts_are_recognised() {
+        let mib = Bytes::from_mib;
+        assert!(gains_nothing(2, 8, mib(95)), "Mixtral 8x7B, Q4_K");
+        assert!(gains_nothing(4, 16, mib(60)), "DBRX");
+        for (n_used, n_expert, expert_bytes) in [(8, 128, mib(2)), (4, 32, mib(13)), (1, 16, mib(80)), (2, 8, mib(1))] {
+            assert!(!gains_nothing(n_used, n_expert, expert_bytes), "{n_used} of {n_expert}, {expert_bytes}");
+        }
     }
 
     #[test]

@@ -4,7 +4,7 @@
 //! uses, if a copy never ends. Staging blocks travel with their copies: nobody else can touch them meanwhile.
 
 use super::{Copy, CopyEngine, Outcome, PATIENCE, Read, Started, staging_blocks};
-use crate::ggml::{Backend, BufferType, Device, HostBlock};
+use crate::ggml::{Backend, Device, HostBlock};
 use crate::{Error, Result};
 use std::collections::VecDeque;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
@@ -85,9 +85,7 @@ impl PortableEngine {
     /// An engine for experts of up to `expert_bytes`. Staging is page-locked where the device offers it and `pinned`.
     pub fn new(device: Device, expert_bytes: usize, pinned: bool) -> Result<Self> {
         let (blocks, size) = staging_blocks(expert_bytes);
-        let plain = BufferType::cpu().ok_or(Error::Ggml("a CPU buffer type"))?;
-        let kind = if pinned { device.host_buffer_type().unwrap_or(plain) } else { plain };
-        let block = |_| HostBlock::allocate(kind, size).or_else(|_| HostBlock::allocate(plain, size));
+        let block = |_| HostBlock::for_copies(device, size, pinned);
         let free = (0..blocks).map(block).collect::<Result<Vec<_>>>()?;
         let mut backend = Backend::new(device)?;
         let staged = Arc::<Queue>::default();

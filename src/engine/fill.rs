@@ -6,7 +6,7 @@ use super::learner::Learner;
 use super::model::Model;
 use super::ring::{Ring, Wish, Wishes};
 use crate::cache::{
-    self, Bytes, Expert, LayerDemand, Plan, SlotRule, Slots, Spare, TensorBytes, ranks, worth_of_ranks,
+    self, Bytes, Expert, LayerDemand, Plan, SlotRule, Slots, Spare, TensorBytes, gains_nothing, ranks, worth_of_ranks,
 };
 use crate::config::Config;
 use crate::copy::{CopyEngine, PortableEngine};
@@ -158,13 +158,12 @@ impl Fill {
             spare: self.spare(),
             counts,
         };
-        let expert_bytes = layer.expert_bytes().unwrap_or(0);
-        if demand.n_used.saturating_mul(FEW) >= n_expert && expert_bytes >= LARGE {
+        let expert_bytes = Bytes(layer.expert_bytes().unwrap_or(0));
+        if gains_nothing(demand.n_used, n_expert, expert_bytes) {
             return Err(format!(
-                "{} of only {n_expert} experts of {} MiB per token, a cache gains nothing: keep whole layers on the GPU \
+                "{} of only {n_expert} experts of {expert_bytes} per token, a cache gains nothing: keep whole layers on the GPU \
                  with --n-cpu-moe",
-                demand.n_used,
-                expert_bytes >> 20
+                demand.n_used
             ));
         }
         let (worth, resident) = learnt(recorded, &demand);
@@ -356,11 +355,6 @@ fn counts(recorded: Option<&routing::LayerDemand>, n_expert: u16) -> Result<Opti
     }
     Ok(Some(counts))
 }
-
-/// Where a token uses at least one expert in so many, all of them are used all the time (Mixtral: 2 of 8).
-const FEW: u16 = 4;
-/// Bytes of an expert that is large: the time of a miss is then that of reading it, and a launch costs next to nothing.
-const LARGE: u64 = 32 << 20;
 
 /// What an earlier run has learnt: the worth of each expert, by its ranks or else by its counts, and who was resident.
 fn learnt(recorded: Option<&routing::LayerDemand>, demand: &LayerDemand) -> (Vec<f32>, Vec<Expert>) {

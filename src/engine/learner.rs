@@ -104,3 +104,80 @@ impl Learner {
         crate::cache::ranks(self.decider.standing())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const N_EXPERT: u16 = 16;
+    const N_SLOTS: u16 = 8;
+
+    /// Experts 0 to 6 resident, one slot spare.
+    fn layer(rate: Option<f32>) -> (Learner, Slots) {
+        let mut slots = Slots::new(N_EXPERT, N_SLOTS);
+        for expert in 0..N_SLOTS - 1 {
+            let slot = slots.start_fill(Expert(expert)).unwrap();
+            slots.publish(slot);
+        }
+        let mut learner = Learner::new(&[0.1; N_EXPERT as usize], N_SLOTS, 1, 2, rate.map(UpdateRate));
+        learner.set_cost(CopyCost::NONE);
+        (learner, slots)
+    }
+
+    /// Lets a pair of experts that changes be used for `n` tokens and carries out every wish at once; returns the copies.
+    fn run(learner: &mut Learner, slots: &mut Slots, n: u16) -> usize {
+        let mut copies = 0;
+        for token in 0..n {
+            let ids = [token / 4, token / 4 + 5].map(|id| i32::from(id % N_EXPERT));
+            learner.observe(ids.into_iter(), 1);
+            let Some((expert, victim)) = learner.wish(slots) else { continue };
+            let slot = match victim {
+                Some(victim) => slots.start_swap(expert, victim).unwrap(),
+                None => slots.start_fill(expert).unwrap(),
+            };
+            slots.publish(slot);
+            copies += 1;
+        }
+        copies
+    }
+
+    #[test]
+    fn residents_follow_the_routing_and_leave_the_spare_slot_free() {
+        let (mut learner, mut slots) = layer(None);
+        assert!(run(&mut learner, &mut slots, 200) > 50);
+        assert_eq!((slots.n_resident(), slots.n_free()), (usize::from(N_SLOTS) - 1, 1));
+    }
+
+    #[test]
+    fn a_rate_bounds_how_many_are_replaced() {
+        for (rate, tokens) in [(1.0, 1000), (0.5, 2000), (0.125, 4000)] {
+            let (mut learner, mut slots) = layer(Some(rate));
+            let copies = run(&mut learner, &mut slots, tokens);
+            let allowed = rate * f32::from(N_SLOTS) * f32::from(tokens) / RATE_TOKENS;
+            assert!((1..=allowed as usize).contains(&copies), "{copies} copies at a rate of {rate}, {allowed} allowed");
+        }
+    }
+
+    #[test]
+    fn an_expert_that_several_tokens_use_is_used_once_by_their_call() {
+        let (mut learner, slots) = layer(None);
+        learner.observe([9, 9, 9, 3].into_iter(), 2);
+        assert_eq!(learner.used, [Expert(9), Expert(3)]);
+        assert_eq!(learner.wish(&slots).unwrap().0, Expert(9), "the one that is missed");
+    }
+
+    #[test]
+    fn ids_that_no_layer_has_are_passed_over() {
+        let (mut learner, _) = layer(None);
+        learner.observe([-1, 16, i32::MAX, 2].into_iter(), 1);
+        assert_eq!(learner.used, [Expert(2)]);
+    }
+
+    #[test]
+    fn nothing_is_wished_for_while_no_slot_is_free() {
+        let (mut learner, mut slots) = layer(None);
+        slots.start_fill(Expert(15)).unwrap();
+        learner.observe([9].into_iter(), 1);
+        assert_eq!(learner.wish(&slots), None);
+    }
+}

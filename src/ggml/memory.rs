@@ -1,10 +1,10 @@
 //! Memory that we own: device buffers, and host blocks that lanes read and write.
 
-use super::{BufferType, Tensor, sys};
+use super::{BufferType, Device, Level, Tensor, log, sys};
 use crate::{Error, Result};
 use std::ffi::c_void;
 use std::ptr::NonNull;
-use std::sync::Arc;
+use std::sync::{Arc, Once};
 
 /// An owned buffer on some device, freed on drop.
 pub struct Memory {
@@ -87,6 +87,18 @@ impl HostBlock {
         let memory = Memory::allocate(kind, size).ok_or(Error::Ggml("a block of host memory"))?;
         memory.clear();
         Ok(Self { memory: Arc::new(memory) })
+    }
+
+    /// A new block for rows and experts on their way to `device`: page-locked if the device offers that and `pinned` allows it.
+    /// If the system then refuses, one line says so and the block is ordinary memory.
+    pub fn for_copies(device: Device, size: usize, pinned: bool) -> Result<Self> {
+        static ONCE: Once = Once::new();
+        let plain = BufferType::cpu().ok_or(Error::Ggml("a CPU buffer type"))?;
+        let Some(kind) = device.host_buffer_type().filter(|_| pinned) else { return Self::allocate(plain, size) };
+        Self::allocate(kind, size).or_else(|_| {
+            ONCE.call_once(|| log(Level::Info, "no page-locked memory was to be had: copies to the device are slower"));
+            Self::allocate(plain, size)
+        })
     }
 
     /// The buffer behind it, for graphs that are placed in it.

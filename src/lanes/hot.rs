@@ -17,7 +17,8 @@ pub struct HotLane {
     backend: Backend,
     device: Device,
     kind: BufferType,
-    host: BufferType,
+    /// Whether rows may pass through page-locked memory.
+    pinned: bool,
     scratch: Option<Arc<Memory>>,
     inputs: Option<HostBlock>,
     outputs: Option<HostBlock>,
@@ -61,10 +62,8 @@ impl HotLane {
     /// A new instance on `device`. `pinned`: whether rows may pass through page-locked memory.
     pub fn new(device: Device, pinned: bool) -> Result<Self> {
         let kind = device.buffer_type().ok_or(Error::Ggml("a buffer type of the device"))?;
-        let plain = BufferType::cpu().ok_or(Error::Ggml("a CPU buffer type"))?;
-        let host = if pinned { device.host_buffer_type().unwrap_or(plain) } else { plain };
         let backend = Backend::new(device)?;
-        Ok(Self { backend, device, kind, host, scratch: None, inputs: None, outputs: None, layers: Vec::new() })
+        Ok(Self { backend, device, kind, pinned, scratch: None, inputs: None, outputs: None, layers: Vec::new() })
     }
 
     /// The device.
@@ -123,8 +122,8 @@ impl HotLane {
             rebuilt.finish_placed(scratch, pool.memory(), offsets)
         };
         let job = jobs.get(form, make)?;
-        let inputs = sized(&mut self.inputs, self.host, job.inputs_bytes)?;
-        let outputs = sized(&mut self.outputs, self.host, job.output_bytes)?;
+        let inputs = sized(&mut self.inputs, (self.device, self.pinned), job.inputs_bytes)?;
+        let outputs = sized(&mut self.outputs, (self.device, self.pinned), job.output_bytes)?;
         let rows = ffn.input(split).ok_or(Error::Ggml("a split of this recipe"))?;
         requests.write_inputs(inputs, job.input_offset, ffn, form, &rows)?;
         let input = Transfer { tensor: job.inputs, len: job.inputs_bytes, block: &*inputs };
@@ -157,12 +156,10 @@ impl HotLane {
     }
 }
 
-/// The block, made larger if it is too small; page-locked where the device offers it and the system allows it.
-fn sized(block: &mut Option<HostBlock>, kind: BufferType, bytes: usize) -> Result<&mut HostBlock> {
+/// The block, made larger if it is too small.
+fn sized(block: &mut Option<HostBlock>, (device, pinned): (Device, bool), bytes: usize) -> Result<&mut HostBlock> {
     if block.as_ref().is_none_or(|block| block.size() < bytes) {
-        let bytes = bytes.next_power_of_two();
-        let plain = BufferType::cpu().ok_or(Error::Ggml("a CPU buffer type"))?;
-        *block = Some(HostBlock::allocate(kind, bytes).or_else(|_| HostBlock::allocate(plain, bytes))?);
+        *block = Some(HostBlock::for_copies(device, bytes.next_power_of_two(), pinned)?);
     }
     block.as_mut().ok_or(Error::Ggml("a block of host memory"))
 }
