@@ -273,3 +273,21 @@ impl LayerCache {
         rest.is_empty()
     }
 }
+
+/// Caches for unit tests.
+#[cfg(test)]
+pub(crate) mod testing {
+    use super::*;
+    use crate::cache::Bytes;
+    use crate::ggml::{BufferType, sys};
+
+    /// An empty cache in the CPU's memory that learns.
+    pub(crate) fn cache(device: &Arc<HotDevice>, n_expert: u16, n_slots: u16) -> LayerCache {
+        let shape = WeightShape::for_test(sys::GGML_TYPE_F32, [8, 4, n_expert.into(), 1], 2, 8 * 4 * size_of::<f32>());
+        let pool = Pool::allocate(BufferType::cpu().unwrap(), &[shape], n_slots).unwrap().unwrap();
+        let ((), claim) = device.allocate(Bytes::ZERO, || Some(())).unwrap();
+        let learner = Learner::new(&vec![0.0; n_expert.into()], n_slots, 1.min(n_slots - 1), 2, None);
+        let state = LayerState { slots: Slots::new(n_expert, n_slots), learner: Some(learner) };
+        LayerCache::new((pool, claim), device.clone(), Vec::new(), state, Arc::default(), Arc::default()).unwrap()
+    }
+}

@@ -246,3 +246,165 @@ impl Ring {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cache::SlotState;
+    use crate::config::Config;
+    use crate::copy::Started;
+    use crate::engine::layer::testing::cache;
+    use crate::ggml::Device;
+    use crate::ggml::testing::load_cpu;
+    use proptest::prelude::*;
+    use std::collections::HashMap;
+
+    const N_EXPERT: u16 = 6;
+    const N_SLOTS: u16 = 4;
+
+    /// What the device's memory holds in a slot.
+    #[derive(Clone, Copy, Debug, PartialEq)]
+    enum Content {
+        Half,
+        Whole(Expert),
+    }
+
+    /// An engine whose copies land when, and as, the test says.
+    #[derive(Default)]
+    struct Scheduled {
+        flying: Vec<(u64, Slot)>,
+        landed: VecDeque<(u64, Outcome)>,
+        contents: HashMap<Slot, Content>,
+    }
+
+    #[derive(Clone, Default)]
+    struct Shared(Arc<Mutex<Scheduled>>);
+
+    impl Shared {
+        fn lock(&self) -> std::sync::MutexGuard<'_, Scheduled> {
+            self.0.lock().unwrap()
+        }
+    }
+
+    impl CopyEngine for Shared {
+        fn start(&mut self, copy: Copy, _: crate::copy::Read<'_>) -> Started {
+            let mut inner = self.lock();
+            inner.flying.push((copy.id, copy.slot));
+            inner.contents.insert(copy.slot, Content::Half);
+            Started::Yes
+        }
+
+        fn in_flight(&self) -> usize {
+            self.lock().flying.len()
+        }
+
+        fn wait(&mut self, _: Duration) -> Option<(u64, Outcome)> {
+            self.lock().landed.pop_front()
+        }
+    }
+
+    #[derive(Clone, Copy, Debug)]
+    enum Event {
+        Wish(Expert, Option<Expert>),
+        /// The copy at this place among those in flight ends so.
+        Land(usize, Outcome),
+        /// A context looks an expert up and launches it; another may be at it too.
+        Launch(Expert),
+        /// The launch at this place ends.
+        End(usize),
+        /// A context takes a slot for a missed expert while its token waits, and the copy is whole (or its launch refused).
+        CopyNow(Expert, bool),
+    }
+
+    fn event() -> impl Strategy<Value = Event> {
+        let expert = || (0..N_EXPERT).prop_map(Expert);
+        let outcome = prop_oneof![12 => Just(Outcome::Whole), 1 => Just(Outcome::Failed), 1 => Just(Outcome::Lost)];
+        prop_oneof![
+            4 => (expert(), prop::option::of(expert())).prop_map(|(expert, victim)| Event::Wish(expert, victim)),
+            4 => (0..8usize, outcome).prop_map(|(place, outcome)| Event::Land(place, outcome)),
+            4 => expert().prop_map(Event::Launch),
+            3 => (0..8usize).prop_map(Event::End),
+            2 => (expert(), any::<bool>()).prop_map(|(expert, is_done)| Event::CopyNow(expert, is_done)),
+        ]
+    }
+
+    proptest! {
+        #[test]
+        fn nothing_half_copied_is_ever_served_whatever_lands_when(events in prop::collection::vec(event(), 0..150)) {
+            load_cpu();
+            let device = Arc::new(HotDevice::new(Device::cpu().unwrap(), &Config::from_env()));
+            let cache = Arc::new(cache(&device, N_EXPERT, N_SLOTS));
+            let engine = Shared::default();
+            let mut ring = Ring::new(Box::new(engine.clone()), device.clone(), Arc::new(Wishes::new()));
+            let mut launches: Vec<(Slot, Expert)> = Vec::new();
+            for event in events {
+                match event {
+                    Event::Wish(expert, victim) if !device.is_off() => {
+                        let wish = Wish { cache: cache.clone(), expert, victim, wished_at: None };
+                        prop_assert!(ring.start(wish).is_ok());
+                    }
+                    Event::Land(place, outcome) => {
+                        let mut inner = engine.lock();
+                        if place < inner.flying.len() {
+                            let (id, slot) = inner.flying.remove(place);
+                            let flight = ring.flights.iter().find(|flight| flight.id == id).unwrap();
+                            if let (Outcome::Whole, Some(SlotState::Filling(expert))) = (outcome, flight.cache.state().slots.state(slot)) {
+                                inner.contents.insert(slot, Content::Whole(expert));
+                            }
+                            inner.landed.push_back((id, outcome));
+                            drop(inner);
+                            ring.settle(Duration::ZERO);
+                        }
+                    }
+                    Event::Launch(expert) => {
+                        let slots = &mut cache.state().slots;
+                        if let Some(slot) = slots.resident(expert) {
+                            slots.acquire(slot);
+                            launches.push((slot, expert));
+                        }
+                    }
+                    Event::End(place) if place < launches.len() => {
+                        let (slot, _) = launches.remove(place);
+                        cache.state().slots.release(slot);
+                    }
+                    Event::CopyNow(expert, is_done) => {
+                        let mut state = cache.state();
+                        let is_cold = state.slots.is_cold(expert);
+                        if let Some((expert, slot)) = state.start_copy(expert.0.into()) {
+                            prop_assert!(is_cold);
+                            let content = if is_done { Content::Whole(expert) } else { Content::Half };
+                            engine.lock().contents.insert(slot, content);
+                            state.end_copy(slot, is_done);
+                        }
+                    }
+                    Event::Wish(..) | Event::End(_) => {}
+                }
+                let (state, contents) = (cache.state(), &engine.lock().contents);
+                for expert in (0..N_EXPERT).map(Expert) {
+                    if let Some(slot) = state.slots.resident(expert) {
+                        prop_assert_eq!(contents.get(&slot), Some(&Content::Whole(expert)));
+                    }
+                }
+                for (slot, expert) in &launches {
+                    prop_assert_eq!(contents.get(slot), Some(&Content::Whole(*expert)), "under a launch");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn the_oldest_wish_is_dropped_for_one_too_many_and_none_is_kept_after_the_end() {
+        load_cpu();
+        let device = Arc::new(HotDevice::new(Device::cpu().unwrap(), &Config::from_env()));
+        let cache = Arc::new(cache(&device, u16::MAX, 1));
+        let wishes = Wishes::new();
+        let wish = |id: usize| Wish { cache: cache.clone(), expert: Expert(id as u16), victim: None, wished_at: None };
+        (0..=MAX_WISHES).for_each(|id| wishes.push(wish(id)));
+        assert_eq!(wishes.take().unwrap().expert, Expert(1));
+        wishes.end();
+        wishes.push(wish(7));
+        assert!(wishes.take().is_none());
+        wishes.wait();
+        assert_eq!(Arc::strong_count(&cache), 1, "a wish that is kept would keep the pool");
+    }
+}
