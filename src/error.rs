@@ -46,6 +46,9 @@ pub enum Error {
         /// The driver's answer.
         reason: String,
     },
+    /// What was copied to a device is not there.
+    #[error("a copy to it failed")]
+    CopyFailed,
     /// An expert id points outside the layer.
     #[error("layer {layer}: expert id {id} at slot {slot} of token {token} is outside 0..{n_expert}")]
     ExpertId {

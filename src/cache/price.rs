@@ -146,11 +146,11 @@ impl MissCosts {
     }
 
     /// The price of a copy in the background against that of a miss, for admission: bytes that move beside the CPU's
-    /// own take its bandwidth. 0 if copies are free or nothing is known.
-    pub fn copy_in_misses(&self) -> f32 {
+    /// own take its bandwidth. `None` as long as one of the two is unknown.
+    pub fn copy_in_misses(&self) -> Option<f32> {
         match (self.copy.0, self.cpu.0) {
-            (Some(copy), Some(cpu)) if cpu > 0.0 => copy / cpu,
-            _ => 0.0,
+            (Some(copy), Some(cpu)) if cpu > 0.0 => Some(copy / cpu),
+            _ => None,
         }
     }
 }

@@ -45,7 +45,10 @@ pub struct Slots {
     places: Box<[Place]>,
     /// Every free slot once; the last is taken next.
     free: Vec<Slot>,
+    /// Per expert: whether another one is on the way to take its place.
+    doomed: Box<[bool]>,
     n_resident: usize,
+    n_filling: usize,
 }
 
 impl Slots {
@@ -57,7 +60,9 @@ impl Slots {
             victims: vec![None; n_slots.into()].into(),
             places: vec![Place::Cold; n_expert.into()].into(),
             free: (0..n_slots).rev().map(Slot).collect(),
+            doomed: vec![false; n_expert.into()].into(),
             n_resident: 0,
+            n_filling: 0,
         }
     }
 
@@ -85,12 +90,16 @@ impl Slots {
             SlotState::Resident(expert) => Some(*expert),
             _ => None,
         });
-        resident.filter(|expert| !self.victims.contains(&Some(*expert)))
+        resident.filter(|&expert| !self.is_doomed(expert))
     }
 
     /// Slots that an expert is being copied into.
     pub fn n_filling(&self) -> usize {
-        self.states.iter().filter(|state| matches!(state, SlotState::Filling(_))).count()
+        self.n_filling
+    }
+
+    fn is_doomed(&self, expert: Expert) -> bool {
+        self.doomed.get(usize::from(expert.0)).is_some_and(|&is_doomed| is_doomed)
     }
 
     /// Slots of any state.
@@ -131,6 +140,7 @@ impl Slots {
         let slot = self.free.pop()?;
         *place = Place::Filling;
         self.states[usize::from(slot.0)] = SlotState::Filling(expert);
+        self.n_filling += 1;
         Some(slot)
     }
 
@@ -138,9 +148,10 @@ impl Slots {
     ///
     /// `None` as for [`Slots::start_fill`], and if the victim is not resident or already the victim of another fill.
     pub fn start_swap(&mut self, expert: Expert, victim: Expert) -> Option<Slot> {
-        self.resident(victim).filter(|_| !self.victims.contains(&Some(victim)))?;
+        self.resident(victim).filter(|_| !self.is_doomed(victim))?;
         let slot = self.start_fill(expert)?;
         self.victims[usize::from(slot.0)] = Some(victim);
+        self.doomed[usize::from(victim.0)] = true;
         Some(slot)
     }
 
@@ -149,13 +160,14 @@ impl Slots {
     /// `None` if the expert is not cold, or the victim is not resident, used by a launch, or the victim of a fill.
     pub fn start_replace(&mut self, expert: Expert, victim: Expert) -> Option<Slot> {
         let slot = self.resident(victim)?;
-        let is_used = self.users[usize::from(slot.0)] > 0 || self.victims.contains(&Some(victim));
+        let is_used = self.users[usize::from(slot.0)] > 0 || self.is_doomed(victim);
         if is_used || !self.is_cold(expert) {
             return None;
         }
         self.places[usize::from(victim.0)] = Place::Cold;
         self.places[usize::from(expert.0)] = Place::Filling;
         self.states[usize::from(slot.0)] = SlotState::Filling(expert);
+        self.n_filling += 1;
         self.n_resident -= 1;
         Some(slot)
     }
@@ -196,7 +208,10 @@ impl Slots {
         let SlotState::Filling(expert) = *held else { return None };
         *held = state(expert);
         self.places[usize::from(expert.0)] = place;
-        self.victims[usize::from(slot.0)] = None;
+        self.n_filling -= 1;
+        if let Some(victim) = self.victims[usize::from(slot.0)].take() {
+            self.doomed[usize::from(victim.0)] = false;
+        }
         Some(expert)
     }
 

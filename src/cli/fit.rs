@@ -49,11 +49,14 @@ pub fn target(
     raise(&given, position, extra)
 }
 
-/// The device that will hold the cache: the one that is named, else the first with memory of its own.
+/// How the names of devices on other machines begin.
+const REMOTE: &str = "RPC";
+
+/// The device that will hold the cache: the one that is named, else the first with memory that is in this machine.
 fn hot_device<'a>(name: Option<&str>, devices: &'a [Device]) -> Option<&'a Device> {
     match name {
         Some(name) => devices.iter().find(|device| device.name == name),
-        None => devices.iter().find(|device| device.total_mib > 0),
+        None => devices.iter().find(|device| device.total_mib > 0 && !device.name.starts_with(REMOTE)),
     }
 }
 

@@ -3,7 +3,7 @@
 use super::parted::Lanes;
 use super::splits::{Seen, Splits};
 use super::{Engine, engine};
-use crate::ggml::{AbortCallback, Graph, Ids, Level, Status, graphs_built, log, sys};
+use crate::ggml::{AbortCallback, Graph, Ids, Level, OwnIds, Status, graphs_built, log, sys};
 use crate::perf::Stopwatch;
 use crate::routing::check_ids;
 use crate::{Error, Result};
@@ -14,6 +14,8 @@ pub struct Context {
     splits: Splits,
     lanes: Lanes,
     watch: Stopwatch,
+    /// Those of the batch at hand.
+    ids: OwnIds,
     /// Whether llama.cpp has decoded with it: it sets the threads then, and never while it measures.
     worked: bool,
 }
@@ -27,6 +29,7 @@ impl Context {
             splits: Splits::new(engine),
             lanes: Lanes::new()?,
             watch: Stopwatch::new(engine.config().test_timings.is_some()),
+            ids: OwnIds::default(),
             worked: false,
         };
         engine.context_opened();
@@ -38,6 +41,8 @@ impl Context {
     /// A split with ids outside the layer fails and leaves everything as it was.
     pub fn compute(&mut self, split: &Graph<'_>) -> Status {
         self.watch.start(graphs_built());
+        let n_forgotten = self.splits.n_forgotten();
+        self.lanes.forget_recipes(n_forgotten);
         let (blocks, model) = self.splits.blocks(split);
         if let Err(error) = blocks.iter().try_for_each(|seen| check(split, seen)) {
             log(Level::Error, &error.to_string());
@@ -45,17 +50,27 @@ impl Context {
         }
         let [seen] = blocks else {
             for seen in blocks {
-                count(split, seen, std::iter::repeat(false));
+                if let Ok(ids) = ids_of(split, seen) {
+                    self.ids.read(&ids);
+                    count(seen, &self.ids, std::iter::repeat(false));
+                }
             }
             return self.lanes.cold.compute(split);
         };
-        let Ok(ids) = ids_of(split, seen) else { return sys::GGML_STATUS_FAILED };
-        let status = self.lanes.compute(split, seen, &ids, self.engine.config(), &mut self.watch);
-        let calls = count(split, seen, self.lanes.served_hot());
+        match ids_of(split, seen) {
+            Ok(ids) => self.ids.read(&ids),
+            Err(_) => return sys::GGML_STATUS_FAILED,
+        }
+        let ids = &self.ids;
+        let status = self.lanes.compute(split, seen, ids, self.engine.config(), &mut self.watch);
+        if status != sys::GGML_STATUS_SUCCESS {
+            return status;
+        }
+        let calls = count(seen, ids, self.lanes.served_hot());
         let hits = || self.lanes.served_hot().filter(|&hot| hot).count();
-        self.watch.stop(graphs_built(), ids.n_used() * ids.n_tokens(), hits);
+        self.watch.stop(graphs_built(), ids.ids().len(), hits);
         if let Some(model) = model.filter(|_| calls > 0) {
-            self.engine.trace(model, &seen.layer, &ids);
+            self.engine.trace(model, &seen.layer, ids);
             self.engine.consider_fill(model, calls);
         }
         status
@@ -92,14 +107,12 @@ fn check(split: &Graph<'_>, seen: &Seen) -> Result<()> {
     check_ids(seen.layer.counts.layer(), seen.n_expert, ids_of(split, seen)?.iter())
 }
 
-/// Counts the ids of one block and returns the layer's calls so far; `is_hot` tells for each id whether it ran on a device.
-fn count(split: &Graph<'_>, seen: &Seen, is_hot: impl Iterator<Item = bool>) -> u64 {
-    match ids_of(split, seen) {
-        Ok(ids) if seen.counts && ids.n_tokens() > 0 => {
-            seen.layer.counts.add(ids.n_tokens(), ids.iter().map(|(_, _, id)| id).zip(is_hot))
-        }
-        _ => 0,
+/// Counts the ids of one block and returns the layer's calls so far; `is_hot` tells for each id whether it was resident.
+fn count(seen: &Seen, ids: &OwnIds, is_hot: impl Iterator<Item = bool>) -> u64 {
+    if !seen.counts || ids.n_tokens() == 0 {
+        return 0;
     }
+    seen.layer.counts.add(ids.n_tokens(), ids.ids().iter().copied().zip(is_hot))
 }
 
 #[cfg(test)]
@@ -181,7 +194,8 @@ mod tests {
     fn observe(context: &mut Context, split: &Graph<'_>) {
         for seen in context.splits.blocks(split).0 {
             check(split, seen).unwrap();
-            count(split, seen, std::iter::repeat(false));
+            context.ids.read(&ids_of(split, seen).unwrap());
+            count(seen, &context.ids, std::iter::repeat(false));
         }
     }
 

@@ -1,14 +1,18 @@
 //! The hot device: which one it is, how much of its memory is ours, and whether it still works.
 
+use super::model_cache::ModelCache;
 use crate::cache::{Bytes, CopyCost, MissCosts};
 use crate::config::{Budget, Config};
 use crate::ggml::{Device, Level, log};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
 /// What a device may round an allocation up to. More than that in its report is someone else's.
 const GRANULARITY: Bytes = Bytes(2 << 20);
+
+/// What a backend instance takes of a device at most. More than that is someone else's.
+const MOST_OF_INSTANCE: Bytes = Bytes::from_mib(512);
 
 /// Chooses the device: the one that was named, else the first GPU of this machine with memory of its own.
 ///
@@ -39,6 +43,8 @@ pub struct HotDevice {
     costs: Mutex<MissCosts>,
     /// Calls of a layer between a wish and its landing: a moving average, in [`LAG_UNITS`].
     lag: AtomicU32,
+    /// Models' caches that are on it.
+    caches: Mutex<Vec<Weak<ModelCache>>>,
     off: AtomicBool,
 }
 
@@ -62,6 +68,7 @@ impl HotDevice {
             used: Mutex::default(),
             costs: Mutex::default(),
             lag: AtomicU32::new(0),
+            caches: Mutex::default(),
             off: AtomicBool::new(false),
         }
     }
@@ -84,7 +91,20 @@ impl HotDevice {
                 Level::Warn,
                 &format!("hot cache off on {name}: {reason}; experts run on the CPU, answers stay the same"),
             );
+            let caches = std::mem::take(&mut *self.caches());
+            caches.iter().filter_map(Weak::upgrade).for_each(|cache| cache.end());
         }
+    }
+
+    /// Notes a model's cache, to be ended if the device fails.
+    pub fn register(&self, cache: &Arc<ModelCache>) {
+        let mut caches = self.caches();
+        caches.retain(|cache| cache.strong_count() > 0);
+        caches.push(Arc::downgrade(cache));
+    }
+
+    fn caches(&self) -> MutexGuard<'_, Vec<Weak<ModelCache>>> {
+        self.caches.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// What copies and misses cost.
@@ -104,9 +124,10 @@ impl HotDevice {
         }
     }
 
-    /// What a copy in the background costs, for admission.
-    pub fn copy_cost(&self) -> CopyCost {
-        CopyCost { price: self.costs().copy_in_misses(), lag: self.lag.load(Relaxed) / LAG_UNITS }
+    /// What a copy in the background costs, for admission; `None` as long as nothing was measured.
+    pub fn copy_cost(&self) -> Option<CopyCost> {
+        let price = self.costs().copy_in_misses()?;
+        Some(CopyCost { price, lag: self.lag.load(Relaxed) / LAG_UNITS })
     }
 
     /// Bytes that may still be taken, measured now: contexts, draft models and projectors come late.
@@ -151,7 +172,7 @@ impl HotDevice {
         let made = make();
         let (after, _) = self.device.memory();
         let is_its_own = self.device.has_memory_of_its_own();
-        let bytes = if is_its_own { Bytes(before.saturating_sub(after)) } else { Bytes(0) };
+        let bytes = if is_its_own { Bytes(before.saturating_sub(after)).min(MOST_OF_INSTANCE) } else { Bytes(0) };
         *used = used.saturating_add(bytes);
         (made, Claim { owner: self.clone(), bytes })
     }

@@ -1,10 +1,10 @@
 //! Filling a model's cache: plan, allocate, copy. Runs in a thread of its own while decoding goes on.
 
-use super::device::HotDevice;
 use super::layer::{Layer, LayerCache, LayerState, Part, Sight};
 use super::learner::Learner;
 use super::model::Model;
-use super::ring::{Ring, Wish, Wishes};
+use super::model_cache::ModelCache;
+use super::ring::{Ring, Wish};
 use crate::cache::{
     self, Bytes, Expert, LayerDemand, Plan, SlotRule, Slots, Spare, TensorBytes, gains_nothing, ranks, worth_of_ranks,
 };
@@ -23,14 +23,12 @@ use std::sync::Arc;
 pub struct Fill {
     /// Whose cache.
     pub model: Arc<Model>,
-    /// Where.
-    pub device: Arc<HotDevice>,
     /// What the user asked for.
     pub config: Config,
     /// Contexts that compute with the model: each needs scratch memory on the device.
     pub n_contexts: usize,
-    /// What contexts wish for, and the word that it is over.
-    pub wishes: Arc<Wishes>,
+    /// What is to be filled.
+    pub cache: Arc<ModelCache>,
 }
 
 /// Why there is nothing to fill, in words for users.
@@ -52,11 +50,19 @@ struct Candidate {
     resident: Vec<Expert>,
 }
 
+impl Candidate {
+    /// Bytes of one expert in all of its tensors.
+    fn expert_bytes(&self) -> usize {
+        self.parts.iter().map(|part| part.shape.expert_bytes).sum()
+    }
+}
+
 impl Fill {
     /// Does it all; whatever goes wrong costs the cache, no more.
     pub fn run(self) {
         self.fill_or_say_why();
-        self.wishes.set_filled();
+        self.model.set_has_profile();
+        self.cache.wishes.set_filled();
     }
 
     fn fill_or_say_why(&self) {
@@ -70,20 +76,38 @@ impl Fill {
 
     fn fill(&self) -> Result<(), Reason> {
         let Some(path) = &self.config.hot_cache else { return Ok(()) };
-        let demand = Demand::read(path).map_err(|error| error.to_string())?;
-        self.check_model(&demand)?;
-        let (candidates, scratch) = self.candidates(&demand)?;
-        self.model.begin_with(demand);
+        // What is in the file now may be what this process has saved since.
+        let demand = match self.model.began_with() {
+            Some(demand) => demand,
+            None => {
+                let demand = Demand::read(path).map_err(|error| error.to_string())?;
+                self.check_model(&demand)?;
+                self.model.begin_with(demand)
+            }
+        };
+        self.model.set_has_profile();
+        let (candidates, scratch) = self.candidates(demand)?;
+        let expert_bytes = candidates.iter().map(|candidate| candidate.expert_bytes()).max().unwrap_or(0);
+        // Before the plan: what it takes of the device is not there for experts.
+        let (engine, _claim) = self.cache.device.measure(|| self.copy_engine(expert_bytes));
+        let engine = match engine {
+            Ok(engine) => engine,
+            Err(error) => {
+                self.cache.device.turn_off(&format!("nothing can be copied to it ({error})"));
+                return Ok(());
+            }
+        };
         let n_contexts = u64::try_from(self.n_contexts.max(1)).unwrap_or(u64::MAX);
         let scratch = scratch.saturating_mul(n_contexts);
         let (plan, caches) = self.allocate(&candidates, scratch)?;
         self.announce(&candidates, &plan, scratch);
         for (candidate, cache) in candidates.iter().zip(&caches) {
             if let Some(cache) = cache {
+                self.cache.add_layer(&candidate.layer);
                 candidate.layer.give_cache(cache.clone());
             }
         }
-        self.copy(self.fills(&candidates, &plan), &caches);
+        self.copy(engine, self.fills(&candidates, &plan), &caches);
         Ok(())
     }
 
@@ -134,7 +158,7 @@ impl Fill {
         if ffns.is_empty() || parts.is_empty() {
             return Err(reason.unwrap_or("its block was not seen whole").into());
         }
-        let device = self.device.device();
+        let device = self.cache.device.device();
         let mut scratch = 0;
         for ffn in &ffns {
             let trial =
@@ -192,7 +216,7 @@ impl Fill {
     }
 
     fn kind(&self) -> Result<BufferType> {
-        self.device.device().buffer_type().ok_or(Error::Ggml("a buffer type of the device"))
+        self.cache.device.device().buffer_type().ok_or(Error::Ggml("a buffer type of the device"))
     }
 
     fn tensor_bytes(&self, parts: &[Part]) -> Result<Vec<TensorBytes>> {
@@ -208,13 +232,13 @@ impl Fill {
 
     /// Plans and allocates; where the device gives less than planned, again with half of the budget.
     fn allocate(&self, candidates: &[Candidate], scratch: Bytes) -> Result<(Plan, Caches), Reason> {
-        let name = self.device.device().name();
+        let name = self.cache.device.device().name();
         let rule = self
             .config
             .test_slots
             .map_or(SlotRule::AtLeastAThird, |slots| SlotRule::Exactly(u16::try_from(slots).unwrap_or(u16::MAX)));
         let demands: Vec<_> = candidates.iter().map(|candidate| candidate.demand.clone()).collect();
-        let mut budget = self.device.available().saturating_sub(scratch);
+        let mut budget = self.cache.device.available().saturating_sub(scratch);
         let mut failed = String::new();
         loop {
             let plan = Plan::new(&demands, budget, rule)
@@ -234,7 +258,7 @@ impl Fill {
     fn try_allocate(&self, candidates: &[Candidate], plan: &Plan, scratch: Bytes) -> Result<Option<Caches>> {
         let kind = self.kind()?;
         let scratch_size = usize::try_from(scratch.0).unwrap_or(usize::MAX);
-        let Some(_room) = self.device.allocate(scratch, || Memory::allocate(kind, scratch_size)) else {
+        let Some(_room) = self.cache.device.allocate(scratch, || Memory::allocate(kind, scratch_size)) else {
             return Ok(None);
         };
         let mut caches = Vec::with_capacity(candidates.len());
@@ -245,7 +269,7 @@ impl Fill {
             }
             let shapes: Vec<_> = candidate.parts.iter().map(|part| part.shape).collect();
             let mut error = None;
-            let made = self.device.allocate(layer.bytes, || {
+            let made = self.cache.device.allocate(layer.bytes, || {
                 Pool::allocate(kind, &shapes, layer.slots).unwrap_or_else(|e| {
                     error = Some(e);
                     None
@@ -254,19 +278,16 @@ impl Fill {
             if let Some(error) = error {
                 return Err(error);
             }
-            let Some(made) = made else { return Ok(None) };
+            let Some((pool, claim)) = made else { return Ok(None) };
             let (parts, state) = (candidate.parts.clone(), self.state(candidate, layer.slots));
-            let cache = {
-                let copied = self.model.copied_bytes().clone();
-                LayerCache::new(made, self.device.clone(), parts, state, self.wishes.clone(), copied)?
-            };
+            let cache = LayerCache::new(pool.keeping(claim), self.cache.clone(), parts, state)?;
             caches.push(Some(Arc::new(cache)));
         }
         Ok(Some(caches))
     }
 
     fn announce(&self, candidates: &[Candidate], plan: &Plan, scratch: Bytes) {
-        let name = self.device.device().name();
+        let name = self.cache.device.device().name();
         let (bytes, slots) = (plan.bytes.saturating_add(scratch), plan.slots_per_layer);
         let n_expert = candidates.iter().map(|candidate| candidate.n_expert).max().unwrap_or(0);
         let expected = match plan.expected_hit_rate {
@@ -300,34 +321,32 @@ impl Fill {
                 fills.push((index, expert));
             }
         }
+        if self.learns() {
+            let worth = |&(index, expert): &(usize, Expert)| candidates[index].worth[usize::from(expert.0)];
+            fills.sort_by(|a, b| worth(b).total_cmp(&worth(a)));
+        }
         fills
     }
 
     /// Copies these experts, in their order. Each serves from the moment it is complete. Then goes on with wishes.
-    fn copy(&self, fills: Vec<(usize, Expert)>, caches: &Caches) {
+    fn copy(&self, engine: Box<dyn CopyEngine>, fills: Vec<(usize, Expert)>, caches: &Caches) {
         if caches.iter().all(Option::is_none) || (fills.is_empty() && !self.learns()) {
             return;
         }
-        let expert_bytes = caches.iter().flatten().map(|cache| cache.writer.expert_bytes()).max().unwrap_or(0);
-        let (engine, _claim) = self.device.measure(|| self.copy_engine(expert_bytes));
-        let engine = match engine {
-            Ok(engine) => engine,
-            Err(error) => return self.device.turn_off(&format!("nothing can be copied to it ({error})")),
-        };
         let wish = |(index, expert): (usize, Expert)| {
             Some(Wish { cache: caches.get(index)?.clone()?, expert, victim: None, wished_at: None })
         };
-        let mut ring = Ring::new(engine, self.device.clone(), self.wishes.clone());
+        let mut ring = Ring::new(engine, self.cache.clone());
         ring.carry_out(fills.into_iter().filter_map(wish).collect());
         if self.learns() {
-            self.wishes.forget();
-            self.wishes.set_filled();
+            self.cache.wishes.forget();
+            self.cache.wishes.set_filled();
             ring.serve();
         }
     }
 
     fn copy_engine(&self, expert_bytes: usize) -> Result<Box<dyn CopyEngine>> {
-        copy_engine(self.device.device(), expert_bytes, !self.config.no_host)
+        copy_engine(self.cache.device.device(), expert_bytes, !self.config.no_host)
     }
 }
 

@@ -1,16 +1,18 @@
 //! One MoE layer of a model: its counts, the tensors that make up its experts, and its cache.
 
-use super::device::{Claim, HotDevice};
+use super::device::HotDevice;
 use super::learner::Learner;
-use super::ring::Wishes;
+use super::model_cache::ModelCache;
 use crate::Result;
 use crate::cache::{Expert, Slot, Slots};
 use crate::ggml::{Graph, SharedWeights, Tensor};
 use crate::lanes::{Pool, PoolWriter};
 use crate::moe::{Ffn, Shape, WeightShape};
 use crate::routing::LayerCounts;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// Recipes of one layer that are remembered: each scale of an adapter makes another.
+const MAX_RECIPES: usize = 8;
 
 /// Which tensor of which live buffer.
 pub type WeightKey = (usize, usize);
@@ -63,15 +65,10 @@ pub struct LayerCache {
     pub writer: Arc<PoolWriter>,
     /// Locked for as long as it takes to look up a batch's experts, to learn from them, or to change one slot.
     state: Mutex<LayerState>,
-    /// Where wishes for copies go.
-    pub wishes: Arc<Wishes>,
-    /// The model's count of bytes copied.
-    copied_bytes: Arc<AtomicU64>,
-    /// The device it is on.
-    pub device: Arc<HotDevice>,
+    /// The model's cache that it is part of.
+    pub model: Arc<ModelCache>,
     /// The pool's tensors, in its order.
     parts: Vec<Part>,
-    _claim: Claim,
 }
 
 /// What each slot of a layer holds, and what is learnt about what it should hold.
@@ -86,36 +83,43 @@ impl LayerState {
     /// resident, else that of the resident that is worth least and in nobody's use.
     pub fn start_copy(&mut self, id: i32) -> Option<(Expert, Slot)> {
         let expert = Expert(u16::try_from(id).ok()?);
-        let slots = &mut self.slots;
-        let slot = match &mut self.learner {
-            Some(learner) if !learner.has_room(slots) => {
-                let victim = learner.worst(slots.staying().filter(|&resident| slots.is_unused(resident)))?;
-                slots.start_replace(expert, victim)
-            }
-            _ => slots.start_fill(expert),
+        let (slots, learner) = (&mut self.slots, self.learner.as_mut()?);
+        if !learner.may_replace() {
+            return None;
+        }
+        let slot = if learner.has_room(slots) {
+            slots.start_fill(expert)?
+        } else {
+            let victim = learner.worst(slots.staying().filter(|&resident| slots.is_unused(resident)))?;
+            slots.start_replace(expert, victim)?
         };
-        Some((expert, slot?))
+        learner.spend();
+        Some((expert, slot))
     }
 
-    /// Such a copy is over.
-    pub fn end_copy(&mut self, slot: Slot, is_done: bool) {
-        if is_done {
+    /// Such a copy is over. If it is not known to be whole it may still be under way: its slot is not used again.
+    pub fn end_copy(&mut self, slot: Slot, is_whole: bool) {
+        if is_whole {
             self.slots.publish(slot);
         } else {
-            self.slots.abandon(slot);
+            self.slots.retire(slot);
+        }
+    }
+
+    /// A wish has been started, or will not be.
+    pub fn end_wish(&mut self, is_started: bool) {
+        if let Some(learner) = &mut self.learner {
+            learner.end_wish(is_started);
         }
     }
 
     /// Learns from a call's routing. Returns the copy to wish for, if one pays: who comes, who goes, and the calls so far.
-    pub fn learn(
-        &mut self,
-        ids: impl Iterator<Item = i32>,
-        n_tokens: usize,
-        device: &HotDevice,
-    ) -> Option<(Expert, Option<Expert>, u32)> {
+    pub fn learn(&mut self, ids: &[i32], n_tokens: usize, device: &HotDevice) -> Option<(Expert, Option<Expert>, u32)> {
         let learner = self.learner.as_mut()?;
-        if learner.observe(ids, n_tokens) {
-            learner.set_cost(device.copy_cost());
+        if learner.observe(ids.iter().copied(), n_tokens)
+            && let Some(cost) = device.copy_cost()
+        {
+            learner.set_cost(cost);
         }
         let (expert, victim) = learner.wish(&self.slots)?;
         Some((expert, victim, learner.calls()))
@@ -164,7 +168,10 @@ impl Layer {
             };
             seen.parts.push(Part { key, shape, weights });
         }
-        if !seen.ffns.iter().any(|known| Arc::ptr_eq(known, ffn)) {
+        if !seen.ffns.iter().any(|known| **known == **ffn) {
+            if seen.ffns.len() >= MAX_RECIPES {
+                seen.ffns.remove(0);
+            }
             seen.ffns.push(ffn.clone());
         }
     }
@@ -195,7 +202,7 @@ impl Layer {
         // Both under the lock that `forget_buffer` takes.
         let seen = self.seen();
         let is_there = |part: &Part| seen.parts.iter().any(|known| known.key == part.key);
-        if cache.parts.iter().all(is_there) {
+        if cache.parts.iter().all(is_there) && !cache.model.is_over() {
             *self.cache_place() = Some(cache);
         }
     }
@@ -206,13 +213,14 @@ impl Layer {
     }
 
     /// Forgets all that lies in a buffer that is about to go. What was copied from it must not serve its successor.
-    pub fn forget_buffer(&self, buffer: usize) {
+    ///
+    /// Returns the cache that it takes away for this.
+    pub fn forget_buffer(&self, buffer: usize) -> Option<Arc<LayerCache>> {
         let mut seen = self.seen();
         seen.parts.retain(|part| part.key.0 != buffer);
         let mut cache = self.cache_place();
-        if cache.as_ref().is_some_and(|cache| cache.parts.iter().any(|part| part.key.0 == buffer)) {
-            *cache = None;
-        }
+        let is_of_it = |cache: &mut Arc<LayerCache>| cache.parts.iter().any(|part| part.key.0 == buffer);
+        cache.take_if(is_of_it)
     }
 
     fn cache_place(&self) -> MutexGuard<'_, Option<Arc<LayerCache>>> {
@@ -225,28 +233,16 @@ impl Layer {
 }
 
 impl LayerCache {
-    /// All slots free.
-    pub fn new(
-        (pool, claim): (Pool, Claim),
-        device: Arc<HotDevice>,
-        parts: Vec<Part>,
-        state: LayerState,
-        wishes: Arc<Wishes>,
-        copied_bytes: Arc<AtomicU64>,
-    ) -> Result<Self> {
+    /// A pool of this model's cache, and what its slots hold: nothing.
+    pub fn new(pool: Pool, model: Arc<ModelCache>, parts: Vec<Part>, state: LayerState) -> Result<Self> {
+        let pool = Arc::new(pool);
         let writer = Arc::new(PoolWriter::new(&pool)?);
-        let state = Mutex::new(state);
-        Ok(Self { pool: Arc::new(pool), writer, state, wishes, copied_bytes, device, parts, _claim: claim })
+        Ok(Self { pool, writer, state: Mutex::new(state), model, parts })
     }
 
     /// What each slot holds, and what is learnt.
     pub fn state(&self) -> MutexGuard<'_, LayerState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Counts `n` copies of experts to the device.
-    pub fn count_copies(&self, n: usize) {
-        self.copied_bytes.fetch_add((n * self.writer.expert_bytes()) as u64, Relaxed);
     }
 
     /// The pool's tensor for each weight of a recipe; `None` if one is not in the pool.
@@ -278,16 +274,15 @@ impl LayerCache {
 #[cfg(test)]
 pub(crate) mod testing {
     use super::*;
-    use crate::cache::Bytes;
+    use crate::engine::model::Model;
     use crate::ggml::{BufferType, sys};
 
     /// An empty cache in the CPU's memory that learns.
     pub(crate) fn cache(device: &Arc<HotDevice>, n_expert: u16, n_slots: u16) -> LayerCache {
         let shape = WeightShape::for_test(sys::GGML_TYPE_F32, [8, 4, n_expert.into(), 1], 2, 8 * 4 * size_of::<f32>());
         let pool = Pool::allocate(BufferType::cpu().unwrap(), &[shape], n_slots).unwrap().unwrap();
-        let ((), claim) = device.allocate(Bytes::ZERO, || Some(())).unwrap();
         let learner = Learner::new(&vec![0.0; n_expert.into()], n_slots, 1.min(n_slots - 1), 2, None);
         let state = LayerState { slots: Slots::new(n_expert, n_slots), learner: Some(learner) };
-        LayerCache::new((pool, claim), device.clone(), Vec::new(), state, Arc::default(), Arc::default()).unwrap()
+        LayerCache::new(pool, ModelCache::new(device.clone(), &Arc::new(Model::new())), Vec::new(), state).unwrap()
     }
 }

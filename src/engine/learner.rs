@@ -19,8 +19,12 @@ pub struct Learner {
     /// Replacements allowed per token; `None`: as many as pay.
     per_token: Option<f32>,
     allowance: f32,
+    /// Whether a wish is on its way to the ring.
+    is_wishing: bool,
     /// Resident experts at most: the other slots are spare, for those on their way.
     max_resident: usize,
+    /// Whether experts on their way have a slot of their own; else they take a victim's at once.
+    has_spare: bool,
     /// The call's experts, each once.
     used: Vec<Expert>,
     /// Per expert: the last call that used it.
@@ -39,6 +43,8 @@ impl Learner {
             calls: 0,
             per_token: rate.map(|rate| rate.0 * slots / RATE_TOKENS),
             allowance: 0.0,
+            is_wishing: false,
+            has_spare: n_spare > 0,
             max_resident: usize::from(n_slots - n_spare),
             used: Vec::with_capacity(n_expert.max(n_used).into()),
             last_call: vec![0; n_expert.into()].into(),
@@ -75,18 +81,36 @@ impl Learner {
         self.decider.set_cost(cost);
     }
 
-    /// The copy to start now, if one pays and is allowed: who comes, and who goes for it.
+    /// The copy to start now, if one pays and is allowed: who comes, and who goes for it. One at a time.
     pub fn wish(&mut self, slots: &Slots) -> Option<(Expert, Option<Expert>)> {
-        if slots.n_free() == 0 || (self.per_token.is_some() && self.allowance < 1.0) {
+        if self.is_wishing || !self.may_replace() || (self.has_spare && slots.n_free() == 0) {
             return None;
         }
         let has_room = self.has_room(slots);
         let missed = self.used.iter().copied().filter(|&expert| slots.is_cold(expert));
         let wish = self.decider.wish(missed, slots.staying(), has_room)?;
+        self.is_wishing = true;
+        Some((wish.admit, wish.evict))
+    }
+
+    /// The wish has been started, or will not be.
+    pub fn end_wish(&mut self, is_started: bool) {
+        self.is_wishing = false;
+        if is_started {
+            self.spend();
+        }
+    }
+
+    /// Whether one more resident may be replaced now.
+    pub fn may_replace(&self) -> bool {
+        self.per_token.is_none() || self.allowance >= 1.0
+    }
+
+    /// One has been.
+    pub fn spend(&mut self) {
         if self.per_token.is_some() {
             self.allowance -= 1.0;
         }
-        Some((wish.admit, wish.evict))
     }
 
     /// Whether there is room for one more resident without a victim.
@@ -136,6 +160,7 @@ mod tests {
                 None => slots.start_fill(expert).unwrap(),
             };
             slots.publish(slot);
+            learner.end_wish(true);
             copies += 1;
         }
         copies

@@ -12,6 +12,7 @@ mod layer;
 mod learner;
 mod learnt;
 mod model;
+mod model_cache;
 mod parted;
 mod recorder;
 mod ring;
@@ -21,14 +22,14 @@ mod tracer;
 pub use context::Context;
 
 use crate::config::{Budget, Config, OFFLOAD_MIN_BATCH};
-use crate::ggml::{Device, Ids, Level, Tensor, close_buffer, is_hosts_log, log};
+use crate::ggml::{Device, Level, OwnIds, Tensor, close_buffer, is_hosts_log, log};
 use crate::perf::LayerTimes;
 use device::HotDevice;
 use fill::Fill;
 use layer::Layer;
 use model::Model;
+use model_cache::ModelCache;
 use recorder::Recorder;
-use ring::Wishes;
 use std::collections::HashMap;
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
@@ -72,13 +73,13 @@ struct State {
 /// The thread that fills one model's cache; told to end, and waited for, when dropped.
 struct Filler {
     model: Arc<Model>,
-    wishes: Arc<Wishes>,
+    cache: Arc<ModelCache>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Drop for Filler {
     fn drop(&mut self) {
-        self.wishes.end();
+        self.cache.end();
         if let Some(thread) = self.thread.take() {
             // A panic in the thread has been reported by the panic hook and cost the cache, no more.
             let _ = thread.join();
@@ -218,7 +219,7 @@ impl Engine {
     }
 
     /// Adds one call to the trace, if one is written.
-    fn trace(&self, model: &Arc<Model>, layer: &Layer, ids: &Ids<'_>) {
+    fn trace(&self, model: &Arc<Model>, layer: &Layer, ids: &OwnIds) {
         if let Some(tracer) = self.tracer() {
             tracer.add(model, layer, ids);
         }
@@ -234,25 +235,24 @@ impl Engine {
         if !model.take_fill(calls, CALLS_BEFORE_FILL) {
             return;
         }
-        let Ok(device) = self.hot_device() else { return };
-        if !self.config.caches() || device.is_off() {
-            return;
-        }
-        let wishes = Arc::new(Wishes::new());
+        let device = match self.hot_device() {
+            Ok(device) if self.config.caches() && !device.is_off() => device,
+            _ => return model.set_has_profile(),
+        };
+        let cache = ModelCache::new(device.clone(), model);
         let mut state = self.state();
         let fill = Fill {
             model: model.clone(),
-            device: device.clone(),
             config: self.config.clone(),
             n_contexts: state.working_contexts,
-            wishes: wishes.clone(),
+            cache: cache.clone(),
         };
         match std::thread::Builder::new().name("moe-hot-fill".into()).spawn(|| fill.run()) {
             Ok(thread) => {
-                state.fillers.push(Filler { model: model.clone(), wishes: wishes.clone(), thread: Some(thread) });
+                state.fillers.push(Filler { model: model.clone(), cache: cache.clone(), thread: Some(thread) });
                 drop(state);
                 if self.config.test_slots.is_some() {
-                    wishes.wait_filled();
+                    cache.wishes.wait_filled();
                 }
             }
             Err(error) => log(Level::Warn, &format!("no hot cache: no thread to fill it ({error})")),

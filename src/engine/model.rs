@@ -11,6 +11,9 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
+/// How often one model's cache is filled anew at most: adapters that come and go must not keep the bus busy.
+const MAX_FILLS: u64 = 64;
+
 /// The buffers that occur together in one context's graphs.
 pub struct Model {
     inner: Mutex<Inner>,
@@ -20,7 +23,10 @@ pub struct Model {
     learnt: Mutex<Sink>,
     /// The profile that its cache began with.
     began_with: OnceLock<Demand>,
+    has_profile: AtomicBool,
     wants_fill: AtomicBool,
+    /// How often it was to be filled anew.
+    n_fills: AtomicU64,
     /// Calls of a layer before it was last loaded.
     calls_before: AtomicU64,
     copied_bytes: Arc<AtomicU64>,
@@ -46,7 +52,9 @@ impl Model {
             recorded: Mutex::default(),
             learnt: Mutex::default(),
             began_with: OnceLock::new(),
+            has_profile: AtomicBool::new(false),
             wants_fill: AtomicBool::new(true),
+            n_fills: AtomicU64::new(0),
             calls_before: AtomicU64::new(0),
             copied_bytes: Arc::default(),
         }
@@ -86,15 +94,24 @@ impl Model {
         let layers = {
             let mut inner = self.inner();
             inner.by_weights.retain(|(owner, _), _| *owner != buffer);
-            if inner.by_weights.is_empty() {
-                // It may be loaded again, elsewhere in memory.
-                let calls = inner.layers.iter().map(|layer| layer.counts.calls()).max();
-                self.calls_before.store(calls.unwrap_or(0), Relaxed);
-                self.wants_fill.store(true, Relaxed);
-            }
             inner.layers.clone()
         };
-        layers.iter().for_each(|layer| layer.forget_buffer(buffer));
+        let lost: Vec<_> = layers.iter().filter_map(|layer| layer.forget_buffer(buffer)).collect();
+        if let Some(cache) = lost.first() {
+            // An adapter has gone, or the model, which may be loaded again, elsewhere in memory.
+            cache.model.refill();
+        } else if !self.is_loaded() {
+            self.want_fill();
+        }
+    }
+
+    /// Has its cache filled anew, once its layers have been computed a few times more. A bounded number of times.
+    pub fn want_fill(&self) {
+        if self.n_fills.fetch_add(1, Relaxed) < MAX_FILLS {
+            let calls = self.layers().iter().map(|layer| layer.counts.calls()).max();
+            self.calls_before.store(calls.unwrap_or(0), Relaxed);
+            self.wants_fill.store(true, Relaxed);
+        }
     }
 
     /// Its layers, in the order in which they were seen.
@@ -125,9 +142,19 @@ impl Model {
         self.learnt.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Notes the profile that its cache begins with; the first counts.
-    pub fn begin_with(&self, demand: Demand) {
-        let _ = self.began_with.set(demand);
+    /// Notes the profile that its cache begins with; the first counts, and is returned.
+    pub fn begin_with(&self, demand: Demand) -> &Demand {
+        self.began_with.get_or_init(|| demand)
+    }
+
+    /// Notes that the profile has been read, or that it will not be.
+    pub fn set_has_profile(&self) {
+        self.has_profile.store(true, Relaxed);
+    }
+
+    /// Whether the profile that its cache begins with has been read, or will not be.
+    pub fn has_profile(&self) -> bool {
+        self.has_profile.load(Relaxed)
     }
 
     /// The profile that its cache began with.
@@ -200,7 +227,7 @@ pub struct Totals {
     pub calls: u64,
     /// (token, expert) pairs.
     pub requests: u64,
-    /// Those that ran on a device.
+    /// Those whose expert was resident.
     pub hits: u64,
     /// Bytes copied to a device.
     pub copied_bytes: u64,

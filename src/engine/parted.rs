@@ -3,15 +3,15 @@
 use super::device::{Claim, HotDevice};
 use super::layer::{LayerCache, LayerState};
 use super::ring::Wish;
-use super::splits::Seen;
+use super::splits::{Known, Seen};
 use crate::cache::{Bytes, Call, Expert, MissRule, PayOff, Slot};
 use crate::config::Config;
-use crate::ggml::{Graph, Ids, Level, Status, log, sys};
-use crate::lanes::{ColdLane, HotIndex, HotLane, Requests, try_out};
+use crate::ggml::{Graph, Level, OwnIds, Status, log, sys};
+use crate::lanes::{ColdLane, Form, HotIndex, HotLane, Requests, try_out};
 use crate::moe::Ffn;
 use crate::perf::Stopwatch;
 use crate::{Error, Result};
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 /// Both lanes of one context and the lists that they work through.
 pub struct Lanes {
@@ -25,6 +25,10 @@ pub struct Lanes {
     is_hot: Vec<bool>,
     /// Slots that this call uses, each as often as it does.
     acquired: Vec<Slot>,
+    /// What the call made its layer wish for, and the layer's calls until then.
+    wish: Option<(Expert, Option<Expert>, u32)>,
+    /// The splits' count of forgotten recipes when these lanes were last used.
+    n_forgotten: u32,
     /// Missed experts that this call brings to the device first.
     copies: Vec<(Expert, Slot)>,
     payoff: PayOff,
@@ -49,6 +53,8 @@ impl Lanes {
             cold_requests: Requests::default(),
             is_hot: Vec::new(),
             acquired: Vec::new(),
+            wish: None,
+            n_forgotten: 0,
             copies: Vec::new(),
             payoff: PayOff::default(),
         })
@@ -59,12 +65,21 @@ impl Lanes {
         self.is_hot.iter().copied()
     }
 
+    /// Drops what was made for recipes that have been forgotten.
+    pub fn forget_recipes(&mut self, n_forgotten: u32) {
+        if self.n_forgotten != n_forgotten {
+            self.n_forgotten = n_forgotten;
+            self.cold.forget_recipes();
+            self.hot = None;
+        }
+    }
+
     /// Computes the block; resident experts on the device if this context can.
     pub fn compute(
         &mut self,
         split: &Graph<'_>,
         seen: &mut Seen,
-        ids: &Ids<'_>,
+        ids: &OwnIds,
         config: &Config,
         watch: &mut Stopwatch,
     ) -> Status {
@@ -77,31 +92,37 @@ impl Lanes {
             return status;
         };
         self.part(split, layer, &cache, ids, config);
+        let mut landed = false;
         let status = if self.hot_requests.is_empty() {
-            self.compute_cold(split, ids, watch)
+            let status = self.compute_cold(split, ids, watch);
+            self.wish = cache.state().learn(ids.ids(), ids.n_tokens(), &cache.model.device);
+            status
         } else {
-            match self.compute_parted(split, layer, &ffn, watch) {
-                Ok(Ok(status)) => status,
+            match self.compute_parted(split, layer, &ffn, &cache, ids, watch) {
+                Ok(Ok(status)) => {
+                    landed = true;
+                    status
+                }
                 // Nothing of the split has been written: the cold lane computes all of it.
                 Ok(Err(status)) => {
-                    cache.device.turn_off(&format!("it refused to compute (ggml status {status})"));
+                    cache.model.device.turn_off(&format!("it refused to compute (ggml status {status})"));
                     self.compute_cold(split, ids, watch)
                 }
                 Err(error) => {
-                    cache.device.turn_off(&error.to_string());
+                    cache.model.device.turn_off(&error.to_string());
                     self.compute_cold(split, ids, watch)
                 }
             }
         };
-        if ids.n_tokens() == 1 {
+        if ids.n_tokens() == 1 && status == sys::GGML_STATUS_SUCCESS {
             self.judge(&cache, config, watch);
         }
-        self.settle(&cache, ids, status == sys::GGML_STATUS_SUCCESS);
+        self.settle(&cache, landed);
         status
     }
 
     /// The whole split on the CPU, where it lies.
-    fn compute_cold(&mut self, split: &Graph<'_>, ids: &Ids<'_>, watch: &mut Stopwatch) -> Status {
+    fn compute_cold(&mut self, split: &Graph<'_>, ids: &OwnIds, watch: &mut Stopwatch) -> Status {
         self.is_hot.clear();
         self.is_hot.resize(ids.n_used() * ids.n_tokens(), false);
         watch.launched();
@@ -112,13 +133,14 @@ impl Lanes {
     }
 
     /// Tells resident experts from others and holds the slots of the former. The lock is held for these look-ups only.
-    fn part(&mut self, split: &Graph<'_>, layer: HotIndex, cache: &LayerCache, ids: &Ids<'_>, config: &Config) {
+    fn part(&mut self, split: &Graph<'_>, layer: HotIndex, cache: &LayerCache, ids: &OwnIds, config: &Config) {
         let n = ids.n_used() * ids.n_tokens();
         self.hot_requests.reset(n);
         self.cold_requests.reset(n);
         self.is_hot.clear();
         self.acquired.clear();
         self.copies.clear();
+        self.wish = None;
         let is_single = ids.n_tokens() == 1;
         if is_single && self.payoff.wants_reference() {
             ids.iter().for_each(|(used, token, id)| self.cold_requests.push(used, token, id));
@@ -143,9 +165,11 @@ impl Lanes {
         if is_fixed || !is_single || rule == MissRule::Cpu || self.cold_requests.is_empty() {
             return;
         }
-        if self.hot.as_ref().is_some_and(|hot| hot.lane.can_copy(layer, split)) {
-            let n_slots = state.slots.n_slots() - self.acquired.len();
-            let n_copies = cache.device.costs().choose(rule, self.cold_requests.len(), n_slots);
+        // All requests of one expert go to one lane.
+        let is_distinct = matches!(self.cold_requests.form(), Form::OneToken(_));
+        if is_distinct && self.hot.as_ref().is_some_and(|hot| hot.lane.can_copy(layer, split)) {
+            let n_slots = state.slots.n_slots().saturating_sub(self.acquired.len());
+            let n_copies = cache.model.device.costs().choose(rule, self.cold_requests.len(), n_slots);
             self.move_to_device(&mut state, n_copies);
         }
     }
@@ -169,10 +193,12 @@ impl Lanes {
         split: &Graph<'_>,
         layer: HotIndex,
         ffn: &Arc<Ffn>,
+        cache: &LayerCache,
+        ids: &OwnIds,
         watch: &mut Stopwatch,
     ) -> Result<Result<Status, Status>> {
         let Some(HotSide { lane, .. }) = &mut self.hot else { return Err(Error::Ggml("a hot lane")) };
-        let (cold, requests) = (&mut self.cold, &self.cold_requests);
+        let (cold, requests, wish) = (&mut self.cold, &self.cold_requests, &mut self.wish);
         let meanwhile = || {
             watch.launched();
             let status = if requests.is_empty() {
@@ -181,6 +207,8 @@ impl Lanes {
                 cold.compute_requests(split, ffn, requests)
             };
             watch.computed();
+            // The device may still be at work: learning costs nothing then.
+            *wish = cache.state().learn(ids.ids(), ids.n_tokens(), &cache.model.device);
             status
         };
         let status = match lane.compute_while(layer, split, &self.hot_requests, &self.copies, meanwhile)? {
@@ -206,7 +234,7 @@ impl Lanes {
             return;
         }
         let (cold_ns, device_ns, wait_ns) = watch.lanes_ns();
-        cache.device.costs().learn(&Call {
+        cache.model.device.costs().learn(&Call {
             n_cold: self.cold_requests.len(),
             cold_ns,
             n_copied: self.copies.len(),
@@ -216,21 +244,23 @@ impl Lanes {
         let is_judged = config.test_slots.is_none();
         if let Some(loss) = self.payoff.was_parted(watch.elapsed_ns()).filter(|_| is_judged) {
             let [ours, cold] = [loss.ours_ns, loss.cold_ns].map(|ns| ns / 1e3);
-            cache.device.turn_off(&format!("a layer takes {ours:.0} µs with it and {cold:.0} µs without"));
+            cache.model.give_up(&format!("a layer takes {ours:.0} µs with it and {cold:.0} µs without"));
         }
     }
 
-    /// Lets go of the slots, publishes what was copied, and learns from the routing. The lock is held for this only.
-    fn settle(&mut self, cache: &Arc<LayerCache>, ids: &Ids<'_>, is_done: bool) {
-        let wish = {
+    /// Lets go of the slots, publishes what was copied, and passes the wish on. The lock is held for the former only.
+    fn settle(&mut self, cache: &Arc<LayerCache>, landed: bool) {
+        {
             let mut state = cache.state();
             self.acquired.iter().for_each(|&slot| state.slots.release(slot));
-            self.copies.iter().for_each(|&(_, slot)| state.end_copy(slot, is_done));
-            cache.count_copies(self.copies.len());
-            state.learn(ids.iter().map(|(_, _, id)| id), ids.n_tokens(), &cache.device)
-        };
-        if let (Some((expert, victim, wished_at)), false) = (wish, cache.device.is_off()) {
-            cache.wishes.push(Wish { cache: cache.clone(), expert, victim, wished_at: Some(wished_at) });
+            self.copies.iter().for_each(|&(_, slot)| state.end_copy(slot, landed));
+        }
+        if landed {
+            cache.model.add_copied(self.copies.len() * cache.writer.expert_bytes());
+        }
+        let Some((expert, victim, wished_at)) = self.wish.take() else { return };
+        if !cache.model.is_over() {
+            cache.model.wishes.push(Wish { cache: cache.clone(), expert, victim, wished_at: Some(wished_at) });
         }
     }
 
@@ -240,33 +270,32 @@ impl Lanes {
         split: &Graph<'_>,
         seen: &mut Seen,
         ffn: &Arc<Ffn>,
-        ids: &Ids<'_>,
+        ids: &OwnIds,
         config: &Config,
     ) -> Option<(Arc<LayerCache>, HotIndex)> {
         if self.hot.as_ref().is_some_and(|hot| hot.device.is_off()) {
             self.hot = None;
         }
-        let Some(cache) = seen.layer.cache() else {
-            seen.hot = None;
+        let Some(cache) = seen.layer.cache().filter(|cache| !cache.model.is_over()) else {
+            seen.hot = Known::Nothing;
             return None;
         };
-        if cache.device.is_off() {
-            // Its memory goes back to the device.
-            seen.layer.drop_cache();
-            seen.hot = None;
-            return None;
-        }
         if self.refused || ids.n_tokens() > config.max_hot_tokens() {
             return None;
         }
+        let is_of = |known: &Weak<LayerCache>| known.as_ptr() == Arc::as_ptr(&cache);
         match &seen.hot {
-            Some((known, layer)) if Arc::ptr_eq(known, &cache) && self.hot.is_some() => Some((cache, *layer)),
-            _ => {
-                let layer = self.prepare(split, ffn, &cache, config)?;
-                seen.hot = Some((cache.clone(), layer));
-                Some((cache, layer))
-            }
+            Known::Ready(known, layer) if is_of(known) && self.hot.is_some() => return Some((cache, *layer)),
+            Known::Refused(known) if is_of(known) => return None,
+            _ => {}
         }
+        let known = Arc::downgrade(&cache);
+        let Some(layer) = self.prepare(split, ffn, &cache, config) else {
+            seen.hot = Known::Refused(known);
+            return None;
+        };
+        seen.hot = Known::Ready(known, layer);
+        Some((cache, layer))
     }
 
     /// Makes the hot lane ready for a layer it has not computed yet. `None`: this context or recipe has none.
@@ -277,9 +306,13 @@ impl Lanes {
         cache: &Arc<LayerCache>,
         config: &Config,
     ) -> Option<HotIndex> {
-        let tensors = cache.tensors_for(split, ffn)?;
-        let trial = try_out(cache.device.device(), ffn, config.max_hot_rows(ffn.n_used)).ok()?;
-        if trial.unsupported.is_some() || !self.make_room(&cache.device, trial.scratch_bytes, config) {
+        let Some(tensors) = cache.tensors_for(split, ffn) else {
+            // An adapter that has come since: what belongs in the cache is more than it was made for.
+            cache.model.refill();
+            return None;
+        };
+        let trial = try_out(cache.model.device.device(), ffn, config.max_hot_rows(ffn.n_used)).ok()?;
+        if trial.unsupported.is_some() || !self.make_room(&cache.model.device, trial.scratch_bytes, config) {
             return None;
         }
         Some(self.hot.as_mut()?.lane.add_layer(&cache.pool, ffn, &tensors))

@@ -111,7 +111,12 @@ pub fn save(config: &Config, model: &Model) {
     static FAILING: AtomicBool = AtomicBool::new(false);
     if let Some(asked) = &config.perf_out {
         // One file can be both: then what was learnt goes with what was recorded.
-        let is_both = config.learns() && config.hot_cache.as_ref() == Some(asked);
+        let is_same = config.caches() && config.hot_cache.as_ref() == Some(asked);
+        if is_same && !model.has_profile() {
+            // The cache has not read it yet.
+            return;
+        }
+        let is_both = config.learns() && is_same;
         let profile = || if is_both { learnt::profile(config, model) } else { model.profile(config.offload_min_batch) };
         model.recorded().save(asked, model.calls(), profile, &FAILING);
     }

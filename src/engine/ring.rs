@@ -2,9 +2,9 @@
 //!
 //! First come the experts of the plan, hottest first; then the wishes of contexts that decode, as they come.
 
-use super::device::HotDevice;
 use super::layer::LayerCache;
 use super::learner::Learner;
+use super::model_cache::ModelCache;
 use crate::cache::{Expert, Slot};
 use crate::copy::{Copy, CopyEngine, Outcome, Started};
 use std::collections::VecDeque;
@@ -51,12 +51,13 @@ impl Wishes {
         if self.has_ended() {
             return;
         }
-        if queue.len() >= MAX_WISHES {
-            queue.pop_front();
-        }
+        let dropped = if queue.len() >= MAX_WISHES { queue.pop_front() } else { None };
         queue.push_back(wish);
         drop(queue);
         self.changed.notify_one();
+        if let Some(dropped) = dropped {
+            dropped.cache.state().end_wish(false);
+        }
     }
 
     /// Tells the ring to end.
@@ -77,7 +78,8 @@ impl Wishes {
 
     /// Drops all that wait: wished for while the plan was carried out, they are old.
     pub fn forget(&self) {
-        self.lock().clear();
+        let old = std::mem::take(&mut *self.lock());
+        old.iter().for_each(|wish| wish.cache.state().end_wish(false));
     }
 
     /// The plan has been carried out, or given up.
@@ -117,21 +119,21 @@ struct Flight {
     slot: Slot,
     wished_at: Option<u32>,
     started: Instant,
+    was_alone: bool,
 }
 
 /// One model's ring.
 pub struct Ring {
     pub engine: Box<dyn CopyEngine>,
-    pub device: Arc<HotDevice>,
-    pub wishes: Arc<Wishes>,
+    pub model: Arc<ModelCache>,
     flights: VecDeque<Flight>,
     next_id: u64,
 }
 
 impl Ring {
     /// Nothing under way.
-    pub fn new(engine: Box<dyn CopyEngine>, device: Arc<HotDevice>, wishes: Arc<Wishes>) -> Self {
-        Self { engine, device, wishes, flights: VecDeque::new(), next_id: 0 }
+    pub fn new(engine: Box<dyn CopyEngine>, model: Arc<ModelCache>) -> Self {
+        Self { engine, model, flights: VecDeque::new(), next_id: 0 }
     }
 
     /// Carries out the plan and returns when all of it has landed, or at the end.
@@ -151,14 +153,17 @@ impl Ring {
     /// Carries out wishes until the end.
     pub fn serve(&mut self) {
         while !self.is_over() {
-            match self.wishes.take() {
+            match self.model.wishes.take() {
                 Some(wish) => {
-                    if self.start(wish).is_err() {
+                    let cache = wish.cache.clone();
+                    let is_started = self.start(wish);
+                    cache.state().end_wish(matches!(is_started, Ok(true)));
+                    if is_started.is_err() {
                         // All staging is in flight: this wish is the oldest, and is dropped.
                         self.settle(GLANCE);
                     }
                 }
-                None if self.flights.is_empty() => self.wishes.wait(),
+                None if self.flights.is_empty() => self.model.wishes.wait(),
                 None => self.settle(GLANCE),
             }
         }
@@ -166,37 +171,48 @@ impl Ring {
     }
 
     fn is_over(&self) -> bool {
-        self.wishes.has_ended() || self.device.is_off()
+        self.model.wishes.has_ended() || self.model.is_over()
     }
 
-    /// Starts a copy; gives the wish back if no staging is free.
-    fn start(&mut self, wish: Wish) -> Result<(), Wish> {
+    /// Starts a copy and returns whether it did; gives the wish back if no staging is free.
+    fn start(&mut self, wish: Wish) -> Result<bool, Wish> {
         let Wish { cache, expert, victim, wished_at } = wish;
         let slot = {
             let slots = &mut cache.state().slots;
             match victim {
+                // Where no slot is spare the victim stops serving now.
+                Some(victim) if slots.n_free() == 0 => slots.start_replace(expert, victim),
                 Some(victim) => slots.start_swap(expert, victim),
                 None => slots.start_fill(expert),
             }
         };
-        // Overtaken by events: the expert is there already, the victim is gone, or no slot is spare.
-        let Some(slot) = slot else { return Ok(()) };
+        // Overtaken by events: the expert is there already, the victim is gone or in use, or no slot is free.
+        let Some(slot) = slot else { return Ok(false) };
         let id = self.next_id;
+        let was_alone = self.flights.is_empty();
+        let started = Instant::now();
         let copy = Copy { id, target: cache.writer.clone(), slot };
-        let started = self.engine.start(copy, &mut |staging| cache.read_expert(expert, staging));
-        if started == Started::Yes {
-            self.next_id += 1;
-            let started = Instant::now();
-            self.flights.push_back(Flight { id, cache, slot, wished_at, started });
-            return Ok(());
+        match self.engine.start(copy, &mut |staging| cache.read_expert(expert, staging)) {
+            Started::Yes => {
+                self.next_id += 1;
+                self.flights.push_back(Flight { id, cache, slot, wished_at, started, was_alone });
+                Ok(true)
+            }
+            Started::Full => {
+                cache.state().slots.abandon(slot);
+                Err(Wish { cache, expert, victim, wished_at })
+            }
+            Started::Unreadable => {
+                cache.state().slots.abandon(slot);
+                Ok(false)
+            }
+            Started::Refused => {
+                // Some of it may be under way all the same.
+                cache.state().slots.retire(slot);
+                self.model.device.turn_off("a copy to it could not be started");
+                Ok(false)
+            }
         }
-        cache.state().slots.abandon(slot);
-        match started {
-            Started::Full => return Err(Wish { cache, expert, victim, wished_at }),
-            Started::Refused => self.device.turn_off("a copy to it could not be started"),
-            Started::Yes | Started::Unreadable => {}
-        }
-        Ok(())
     }
 
     /// Waits a moment for the oldest copy and publishes it if it is whole.
@@ -207,7 +223,7 @@ impl Ring {
         else {
             return;
         };
-        let Flight { cache, slot, wished_at, started, .. } = flight;
+        let Flight { cache, slot, wished_at, started, was_alone, .. } = flight;
         match outcome {
             Outcome::Whole => {
                 let calls = {
@@ -215,26 +231,26 @@ impl Ring {
                     state.slots.publish(slot);
                     state.learner.as_ref().map(Learner::calls)
                 };
-                cache.count_copies(1);
+                self.model.add_copied(cache.writer.expert_bytes());
                 // A copy that waited behind others tells less of the device than of them.
-                let alone = self.flights.is_empty().then(|| started.elapsed());
+                let alone = (was_alone && self.flights.is_empty()).then(|| started.elapsed());
                 let lag = wished_at.and_then(|wished_at| calls?.checked_sub(wished_at));
-                self.device.copied(alone, lag);
+                self.model.device.copied(alone, lag);
             }
             Outcome::Failed => {
-                cache.state().slots.abandon(slot);
-                self.device.turn_off("a copy to it failed");
+                cache.state().slots.retire(slot);
+                self.model.device.turn_off("a copy to it failed");
             }
             Outcome::Lost => {
                 cache.state().slots.retire(slot);
-                self.device.turn_off("a copy to it did not end");
+                self.model.device.turn_off("a copy to it did not end");
             }
         }
     }
 
     /// Lets copies under way land, as long as the device works.
     fn land_all(&mut self) {
-        while !self.flights.is_empty() && !self.device.is_off() && self.engine.in_flight() > 0 {
+        while !self.flights.is_empty() && !self.model.device.is_off() && self.engine.in_flight() > 0 {
             self.settle(crate::copy::PATIENCE);
         }
         // What is still under way may still write: its slots are lost.
@@ -242,7 +258,7 @@ impl Ring {
             cache.state().slots.retire(slot);
         }
         if self.is_over() {
-            self.wishes.end();
+            self.model.end();
         }
     }
 }
@@ -253,6 +269,7 @@ mod tests {
     use crate::cache::SlotState;
     use crate::config::Config;
     use crate::copy::Started;
+    use crate::engine::device::HotDevice;
     use crate::engine::layer::testing::cache;
     use crate::ggml::Device;
     use crate::ggml::testing::load_cpu;
@@ -335,7 +352,7 @@ mod tests {
             let device = Arc::new(HotDevice::new(Device::cpu().unwrap(), &Config::from_env()));
             let cache = Arc::new(cache(&device, N_EXPERT, N_SLOTS));
             let engine = Shared::default();
-            let mut ring = Ring::new(Box::new(engine.clone()), device.clone(), Arc::new(Wishes::new()));
+            let mut ring = Ring::new(Box::new(engine.clone()), cache.model.clone());
             let mut launches: Vec<(Slot, Expert)> = Vec::new();
             for event in events {
                 match event {

@@ -8,10 +8,13 @@ use crate::lanes::HotIndex;
 use crate::moe::{Block, Ffn, Shape};
 use std::collections::HashMap;
 use std::num::NonZeroU64;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 /// Splits remembered by uid. Enough for every layer of a few graphs; cleared when full.
 const MAX_KNOWN_SPLITS: usize = 1024;
+
+/// Recipes of one context that are kept. Models have one to three; each scale of an adapter makes another.
+const MAX_RECIPES: usize = 64;
 
 /// What one context has recognised.
 pub struct Splits {
@@ -23,6 +26,8 @@ pub struct Splits {
     nameless: Vec<Seen>,
     /// Every recipe, once.
     ffns: Vec<Arc<Ffn>>,
+    /// How often all of them were forgotten.
+    n_forgotten: u32,
 }
 
 /// A block and the layer whose requests it stands for.
@@ -35,14 +40,31 @@ pub struct Seen {
     pub counts: bool,
     /// How to compute some of its requests; `None`: only whole, on the CPU.
     pub ffn: Option<Arc<Ffn>>,
-    /// Where the hot lane keeps it, and for which cache.
-    pub hot: Option<(Arc<LayerCache>, HotIndex)>,
+    /// Where the hot lane keeps it.
+    pub hot: Known,
+}
+
+/// What a context's hot lane knows of a block. It does not keep the cache alive.
+#[derive(Default)]
+pub enum Known {
+    /// Nothing yet.
+    #[default]
+    Nothing,
+    /// Its place in the lane, for this cache.
+    Ready(Weak<LayerCache>, HotIndex),
+    /// That it cannot be computed with this cache.
+    Refused(Weak<LayerCache>),
 }
 
 impl Splits {
     /// Nothing recognised yet.
     pub fn new(engine: &'static Engine) -> Self {
-        Self { engine, model: None, known: HashMap::new(), nameless: Vec::new(), ffns: Vec::new() }
+        Self { engine, model: None, known: HashMap::new(), nameless: Vec::new(), ffns: Vec::new(), n_forgotten: 0 }
+    }
+
+    /// How often all recipes were forgotten: what was made for them is of no use any more.
+    pub fn n_forgotten(&self) -> u32 {
+        self.n_forgotten
     }
 
     /// The blocks of a split, and the model whose they are.
@@ -81,7 +103,7 @@ impl Splits {
         }
         let (layer, counts) = found?;
         layer.saw(block.shape());
-        let mut seen = Seen { block, layer, n_expert, counts, ffn: None, hot: None };
+        let mut seen = Seen { block, layer, n_expert, counts, ffn: None, hot: Known::Nothing };
         if self.engine.caches() {
             seen.ffn = self.recipe(split, &seen, is_alone);
         }
@@ -113,6 +135,12 @@ impl Splits {
     fn shared(&mut self, ffn: Ffn) -> Arc<Ffn> {
         if let Some(known) = self.ffns.iter().find(|known| ***known == ffn) {
             return known.clone();
+        }
+        if self.ffns.len() >= MAX_RECIPES {
+            // A server whose requests each have another adapter scale: begin anew.
+            self.ffns.clear();
+            self.known.clear();
+            self.n_forgotten += 1;
         }
         self.ffns.push(Arc::new(ffn));
         self.ffns[self.ffns.len() - 1].clone()

@@ -5,7 +5,7 @@
 use super::layer::Layer;
 use super::model::Model;
 use crate::cache::Expert;
-use crate::ggml::{Ids, Level, log};
+use crate::ggml::{Level, OwnIds, log};
 use crate::routing::trace::{LayerInfo, MAGIC, TraceWriter};
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Write};
@@ -48,7 +48,7 @@ impl Tracer {
     }
 
     /// Adds one call. The lock is held for this only.
-    pub fn add(&self, model: &Arc<Model>, layer: &Layer, ids: &Ids<'_>) {
+    pub fn add(&self, model: &Arc<Model>, layer: &Layer, ids: &OwnIds) {
         let mut inner = self.inner();
         let owner = inner.model.get_or_insert_with(|| model.clone());
         if !Arc::ptr_eq(owner, model) {

@@ -40,6 +40,9 @@ pub struct Upload<'a> {
     pub bytes: &'a [u8],
 }
 
+/// Bytes that are read back of what was copied to a device, to see whether it has arrived.
+pub const PROBE_BYTES: usize = 64;
+
 /// An owned backend instance, freed on drop. Used by one thread at a time.
 pub struct Backend {
     raw: NonNull<sys::ggml_backend>,
@@ -110,11 +113,14 @@ impl Backend {
 
     /// Uploads, computes and downloads without waiting, runs `meanwhile` on this thread, then waits for the device.
     ///
-    /// If the device refuses the graph `meanwhile` is not run, and the status is returned. `weights` go ahead of all else.
+    /// If the device refuses the graph `meanwhile` is not run, and the status is returned. `weights` go ahead of all else;
+    /// the last bytes of each are read back into `probes` ([`PROBE_BYTES`] each), since ggml's copies cannot report that they
+    /// failed: fails with [`Error::CopyFailed`] if they differ.
     pub fn compute_while<'a, R>(
         &mut self,
         graph: &mut OwnGraph,
-        weights: impl Iterator<Item = Upload<'a>>,
+        weights: impl Iterator<Item = Result<Upload<'a>>> + Clone,
+        probes: &mut HostBlock,
         input: Transfer<&HostBlock>,
         output: Transfer<&mut HostBlock>,
         meanwhile: impl FnOnce() -> R,
@@ -127,8 +133,9 @@ impl Backend {
         graph.check_range(input.tensor, 0, input.len)?;
         graph.check_range(output.tensor, 0, output.len)?;
         // Waits on every way out, a panic of `meanwhile` included: until then the device uses blocks and graph.
-        let _wait = WaitOnDrop(self);
-        for Upload { tensor, offset, bytes } in weights {
+        let wait = WaitOnDrop(self);
+        for upload in weights.clone() {
+            let Upload { tensor, offset, bytes } = upload?;
             graph.check_range(tensor, offset, bytes.len())?;
             // SAFETY: the range was checked; the bytes are borrowed for longer than this call, which waits.
             unsafe {
@@ -141,7 +148,7 @@ impl Backend {
                 );
             }
         }
-        // SAFETY: ranges were checked; blocks and graph are borrowed until `_wait` is dropped.
+        // SAFETY: ranges were checked; blocks and graph are borrowed until `wait` is dropped.
         let status = unsafe {
             sys::ggml_backend_tensor_set_async(raw, graph.tensor(input.tensor), from.cast(), 0, input.len);
             sys::ggml_backend_graph_compute_async(raw, graph.as_raw())
@@ -151,7 +158,26 @@ impl Backend {
         }
         // SAFETY: as above.
         unsafe { sys::ggml_backend_tensor_get_async(raw, graph.tensor(output.tensor), to.cast(), 0, output.len) };
-        Ok(Ok(meanwhile()))
+        for (place, upload) in weights.clone().enumerate() {
+            let Upload { tensor, offset, bytes } = upload?;
+            let len = bytes.len().min(PROBE_BYTES);
+            let to = probes.range(place * PROBE_BYTES, len)?;
+            // SAFETY: both ranges were checked, and the block is borrowed until `wait` is dropped.
+            unsafe {
+                let start = offset + bytes.len() - len;
+                sys::ggml_backend_tensor_get_async(raw, graph.tensor(tensor), to.cast(), start, len);
+            }
+        }
+        let result = meanwhile();
+        drop(wait);
+        for (place, upload) in weights.enumerate() {
+            let bytes = upload?.bytes;
+            let last = &bytes[bytes.len() - bytes.len().min(PROBE_BYTES)..];
+            if &probes.bytes((place + 1) * PROBE_BYTES)?[place * PROBE_BYTES..][..last.len()] != last {
+                return Err(Error::CopyFailed);
+            }
+        }
+        Ok(Ok(result))
     }
 
     /// Copies to the device and waits until all of it is there.

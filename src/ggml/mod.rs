@@ -20,14 +20,14 @@ pub(crate) mod testing;
 
 pub use abi::{COMMIT, RevisionCheck, check_host, is_commit, is_our_commit};
 pub use arena::{GraphBuilder, MAX_SOURCES, OpParams, OwnGraph, TensorIndex, graphs_built};
-pub use backend::{AbortCallback, Backend, Status, Transfer, Upload};
+pub use backend::{AbortCallback, Backend, PROBE_BYTES, Status, Transfer, Upload};
 pub use buffer::{Buffer, BufferType};
 pub use device::Device;
 pub use graph::Graph;
 pub use live::{SharedWeights, close_buffer, open_buffer};
 pub use log::{Level, is_hosts_log, log, remember_hosts_log};
 pub use memory::{HostBlock, Memory};
-pub use tensor::{Ids, Tensor};
+pub use tensor::{Ids, OwnIds, Tensor};
 
 /// The generated bindings to the pinned revision of ggml.
 #[allow(missing_docs, non_camel_case_types, non_snake_case, non_upper_case_globals)]

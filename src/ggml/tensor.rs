@@ -179,6 +179,44 @@ impl<'a> Tensor<'a> {
     }
 }
 
+/// A copy of a batch's expert ids. ggml may use their memory again once the split's last reader is done.
+#[derive(Default)]
+pub struct OwnIds {
+    ids: Vec<i32>,
+    n_used: usize,
+    n_tokens: usize,
+}
+
+impl OwnIds {
+    /// Takes a copy; allocates only for a batch larger than all before.
+    pub fn read(&mut self, ids: &Ids<'_>) {
+        (self.n_used, self.n_tokens) = (ids.n_used(), ids.n_tokens());
+        self.ids.clear();
+        self.ids.extend(ids.iter().map(|(_, _, id)| id));
+    }
+
+    /// Experts per token.
+    pub fn n_used(&self) -> usize {
+        self.n_used
+    }
+
+    /// Tokens in the batch; 0 is normal.
+    pub fn n_tokens(&self) -> usize {
+        self.n_tokens
+    }
+
+    /// All ids, token by token.
+    pub fn ids(&self) -> &[i32] {
+        &self.ids
+    }
+
+    /// All ids as `(slot, token, id)`, token by token.
+    pub fn iter(&self) -> impl Iterator<Item = (usize, usize, i32)> {
+        let n_used = self.n_used.max(1);
+        self.ids.iter().enumerate().map(move |(place, &id)| (place % n_used, place / n_used, id))
+    }
+}
+
 /// Expert ids `[n_expert_used, n_tokens]`, usually a strided view of a longer argsort result.
 pub struct Ids<'a> {
     data: NonNull<i32>,

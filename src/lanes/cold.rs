@@ -69,6 +69,11 @@ impl ColdLane {
         self.recipes.len() - 1
     }
 
+    /// Forgets all recipes and what was made for them.
+    pub fn forget_recipes(&mut self) {
+        self.recipes.clear();
+    }
+
     /// Threads to compute with.
     pub fn set_threads(&mut self, n_threads: i32) {
         self.cpu.set_threads(n_threads);

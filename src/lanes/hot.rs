@@ -7,7 +7,7 @@ use super::job::{Jobs, Rebuilt};
 use super::pool::Pool;
 use super::requests::Form;
 use crate::cache::{Expert, Slot};
-use crate::ggml::{Backend, BufferType, Device, Graph, HostBlock, Memory, Status, Transfer, Upload};
+use crate::ggml::{Backend, BufferType, Device, Graph, HostBlock, Memory, PROBE_BYTES, Status, Transfer, Upload};
 use crate::moe::Ffn;
 use crate::{Error, Result};
 use std::sync::Arc;
@@ -22,6 +22,8 @@ pub struct HotLane {
     scratch: Option<Arc<Memory>>,
     inputs: Option<HostBlock>,
     outputs: Option<HostBlock>,
+    /// The last bytes of what was copied while a token waited, read back.
+    probes: Option<HostBlock>,
     layers: Vec<HotLayer>,
 }
 
@@ -63,7 +65,17 @@ impl HotLane {
     pub fn new(device: Device, pinned: bool) -> Result<Self> {
         let kind = device.buffer_type().ok_or(Error::Ggml("a buffer type of the device"))?;
         let backend = Backend::new(device)?;
-        Ok(Self { backend, device, kind, pinned, scratch: None, inputs: None, outputs: None, layers: Vec::new() })
+        Ok(Self {
+            backend,
+            device,
+            kind,
+            pinned,
+            scratch: None,
+            inputs: None,
+            outputs: None,
+            probes: None,
+            layers: Vec::new(),
+        })
     }
 
     /// The device.
@@ -93,11 +105,14 @@ impl HotLane {
 
     /// A layer's recipe over its pool; `tensors` gives the pool's tensor for each of the recipe's weights.
     pub fn add_layer(&mut self, pool: &Arc<Pool>, ffn: &Arc<Ffn>, tensors: &[usize]) -> HotIndex {
-        let is_it = |layer: &HotLayer| Arc::ptr_eq(&layer.pool, pool) && Arc::ptr_eq(&layer.ffn, ffn);
+        let offsets: Vec<_> = tensors.iter().map(|&tensor| pool.offset(tensor)).collect();
+        // Two adapters can have the same recipe over other tensors of the same pool.
+        let is_it = |layer: &HotLayer| {
+            Arc::ptr_eq(&layer.pool, pool) && Arc::ptr_eq(&layer.ffn, ffn) && layer.offsets == offsets
+        };
         if let Some(known) = self.layers.iter().position(is_it) {
             return HotIndex(known);
         }
-        let offsets = tensors.iter().map(|&tensor| pool.offset(tensor)).collect();
         self.layers.push(HotLayer { pool: pool.clone(), ffn: ffn.clone(), offsets, jobs: Jobs::default() });
         HotIndex(self.layers.len() - 1)
     }
@@ -131,12 +146,16 @@ impl HotLane {
         let tensors = &job.weights;
         let weights =
             copies.iter().flat_map(|&copy| ffn.weights.iter().zip(tensors).enumerate().map(move |w| (copy, w)));
-        let weights = weights.map_while(|((expert, slot), (index, (shape, &tensor)))| {
+        let weights = weights.map(|((expert, slot), (index, (shape, &tensor)))| {
             let len = shape.expert_bytes;
-            let bytes = ffn.weight(split, index)?.weight_bytes(usize::from(expert.0) * len, len)?;
-            Some(Upload { tensor, offset: usize::from(slot.0) * len, bytes })
+            let bytes =
+                ffn.weight(split, index).and_then(|weight| weight.weight_bytes(usize::from(expert.0) * len, len));
+            let bytes = bytes.ok_or(Error::Ggml("an expert's bytes"))?;
+            Ok(Upload { tensor, offset: usize::from(slot.0) * len, bytes })
         });
-        self.backend.compute_while(&mut job.graph, weights, input, output, meanwhile)
+        let probes =
+            sized(&mut self.probes, (self.device, self.pinned), copies.len() * ffn.weights.len() * PROBE_BYTES)?;
+        self.backend.compute_while(&mut job.graph, weights, probes, input, output, meanwhile)
     }
 
     /// Whether experts of this layer can be copied while a token waits: the recipe's tensors are all that the pool holds,

@@ -1,7 +1,7 @@
 //! A layer's pool: device memory with a slot for each resident expert, all of its tensors side by side.
 
 use crate::Result;
-use crate::ggml::{Backend, BufferType, GraphBuilder, HostBlock, Memory, OwnGraph, TensorIndex, Upload};
+use crate::ggml::{Backend, BufferType, GraphBuilder, HostBlock, Memory, OwnGraph, PROBE_BYTES, TensorIndex, Upload};
 use crate::moe::WeightShape;
 use std::sync::Arc;
 
@@ -12,6 +12,8 @@ pub struct Pool {
     shapes: Vec<WeightShape>,
     /// First byte of each tensor.
     offsets: Vec<usize>,
+    /// What its owner wants to go when it goes.
+    _keeps: Option<Box<dyn Send + Sync>>,
 }
 
 /// What a tensor takes on a device besides its experts.
@@ -33,7 +35,14 @@ impl Pool {
         }
         let Some(memory) = Memory::allocate(kind, end) else { return Ok(None) };
         memory.clear();
-        Ok(Some(Self { memory: Arc::new(memory), slots, shapes: shapes.to_vec(), offsets }))
+        Ok(Some(Self { memory: Arc::new(memory), slots, shapes: shapes.to_vec(), offsets, _keeps: None }))
+    }
+
+    /// The same, which drops `keeps` when its memory has gone back to the device.
+    #[must_use]
+    pub fn keeping(mut self, keeps: impl Send + Sync + 'static) -> Self {
+        self._keeps = Some(Box::new(keeps));
+        self
     }
 
     /// Its memory.
@@ -59,18 +68,16 @@ impl Pool {
 
 /// Handles to a pool's tensors, for the one thread that copies into it.
 pub struct PoolWriter {
+    _pool: Arc<Pool>,
     tensors: OwnGraph,
     index: Vec<TensorIndex>,
     expert_bytes: Vec<usize>,
     slots: u16,
 }
 
-/// Bytes read back at each of a tensor's ends to see whether a copy has arrived.
-const PROBE_BYTES: usize = 64;
-
 impl PoolWriter {
     /// Handles to `pool`, which they keep alive.
-    pub fn new(pool: &Pool) -> Result<Self> {
+    pub fn new(pool: &Arc<Pool>) -> Result<Self> {
         let mut builder = GraphBuilder::new(pool.shapes.len())?;
         let mut index = Vec::with_capacity(pool.shapes.len());
         for (shape, &offset) in pool.shapes.iter().zip(&pool.offsets) {
@@ -79,7 +86,7 @@ impl PoolWriter {
             index.push(tensor);
         }
         let expert_bytes = pool.shapes.iter().map(|shape| shape.expert_bytes).collect();
-        Ok(Self { tensors: builder.finish(Vec::new())?, index, expert_bytes, slots: pool.slots })
+        Ok(Self { _pool: pool.clone(), tensors: builder.finish(Vec::new())?, index, expert_bytes, slots: pool.slots })
     }
 
     /// Address on the device and length in bytes of each tensor's part of a slot, in the order of the expert's bytes.

@@ -13,7 +13,7 @@ pub struct Times {
     pub calls: u64,
     /// Requests.
     pub requests: u64,
-    /// Requests that ran on a device.
+    /// Requests whose expert was resident.
     pub hits: u64,
     /// Nanoseconds before the CPU began: recognise, check, look up, gather, launch.
     pub plan_and_launch_ns: u64,
@@ -114,7 +114,7 @@ impl Stopwatch {
         (ns(launched, computed), ns(start, joined), ns(computed, joined))
     }
 
-    /// The layer call is over, `n_graphs` were made until now; `hits` of its `requests` ran on the device (asked for only
+    /// The layer call is over, `n_graphs` were made until now; `hits` of its `requests` found their expert resident (asked for only
     /// if calls are summed up).
     pub fn stop(&mut self, n_graphs: u64, requests: usize, hits: impl FnOnce() -> usize) {
         let (laps, Some(times)) = (self.laps, &mut self.times) else { return };

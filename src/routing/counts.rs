@@ -19,7 +19,7 @@ pub struct Counts {
     pub single: Counter,
     /// Two tokens up to the op-offload threshold minus one.
     pub multi: Counter,
-    /// Requests of both kinds that ran on a device, per expert, `[n_expert]`.
+    /// Requests of both kinds whose expert was resident, per expert, `[n_expert]`.
     pub hot: Box<[u64]>,
 }
 
@@ -62,7 +62,7 @@ impl LayerCounts {
 
     /// Counts one call with `n_tokens` tokens. Ids outside the layer are passed over.
     ///
-    /// `requests` yields each id and whether it ran on a device. Returns the calls so far.
+    /// `requests` yields each id and whether it was resident. Returns the calls so far.
     pub fn add(&self, n_tokens: usize, requests: impl Iterator<Item = (i32, bool)>) -> u64 {
         let mut counts = self.lock();
         let Counts { single, multi, hot } = &mut *counts;

@@ -20,5 +20,5 @@ pub use counts::{Counter, Counts, LayerCounts, check_ids};
 pub use fault::ProfileFault;
 pub use fingerprint::{TensorId, combine as combine_fingerprints, layer_number};
 pub use output::{OutputFile, folder_of};
-pub use profile::{BatchCounts, LayerPerf, LayerRecord, ModelId, MoeHot, Profile, SCHEMA, Summary, ratio};
+pub use profile::{BatchCounts, Count, LayerPerf, LayerRecord, ModelId, MoeHot, Profile, SCHEMA, Summary, ratio};
 pub use validate::{Demand, LayerDemand};

@@ -46,7 +46,7 @@ impl Target {
         }
         let tensors = builder.finish(Vec::new()).unwrap();
         let expert_bytes = shapes.iter().map(|shape| shape.expert_bytes).collect();
-        let writer = Arc::new(PoolWriter::new(&pool).unwrap());
+        let writer = Arc::new(PoolWriter::new(&Arc::new(pool)).unwrap());
         Self { writer, device, tensors, index, expert_bytes, slots }
     }
 
