@@ -7,12 +7,15 @@ use crate::config::{
     HOT_CACHE_UPDATE_RATE, PERF_OUT, Reserve, TRACE_OUT, UpdateRate,
 };
 use crate::gguf::ModelFile;
+use crate::routing::trace::MAGIC;
 use crate::routing::{Demand, Profile, folder_of};
 use anyhow::{Context, Result, anyhow, bail};
 use clap::builder::NonEmptyStringValueParser;
 use clap::{CommandFactory, Parser};
 use std::env;
 use std::ffi::{OsStr, OsString};
+use std::fs::File;
+use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
 /// What all of our flags begin with. No flag of llama.cpp does.
@@ -187,11 +190,24 @@ fn first_line(error: &clap::Error) -> String {
 /// A path where a trace may be written: absolute, in an existing writable folder, free or a regular file.
 fn check_trace(path: &Path) -> Result<PathBuf> {
     let path = std::path::absolute(path).with_context(|| format!("{path:?}: expected a file name"))?;
-    if std::fs::metadata(&path).is_ok_and(|meta| !meta.is_file()) {
+    if !is_free_or_trace(&path).with_context(|| format!("{}: cannot be read", path.display()))? {
         bail!("{}: expected a new file or an earlier trace", path.display());
     }
     check_folder_of(&path)?;
     Ok(path)
+}
+
+/// Whether nothing is there, or an empty file, or what begins as a trace does.
+fn is_free_or_trace(path: &Path) -> io::Result<bool> {
+    match std::fs::metadata(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(true),
+        Err(error) => return Err(error),
+        Ok(meta) if !meta.is_file() => return Ok(false),
+        Ok(_) => {}
+    }
+    let mut start = Vec::new();
+    File::open(path)?.take(MAGIC.len() as u64).read_to_end(&mut start)?;
+    Ok(start.is_empty() || start == MAGIC)
 }
 
 fn check_folder_of(path: &Path) -> Result<()> {

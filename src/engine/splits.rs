@@ -104,7 +104,8 @@ impl Splits {
         let (layer, counts) = found?;
         layer.saw(block.shape());
         let mut seen = Seen { block, layer, n_expert, counts, ffn: None, hot: Known::Nothing };
-        if self.engine.caches() {
+        // A trace tells the size of an expert, which the recipe knows.
+        if self.engine.caches() || self.engine.config().trace_out.is_some() {
             seen.ffn = self.recipe(split, &seen, is_alone);
         }
         Some(seen)
