@@ -31,7 +31,7 @@ WAYS = [
     Way("nothing asked, --fit off", ("--fit", "off")),
     Way("nothing asked, empty file name", environment={"LLAMA_ARG_MOE_LAYER_PERF_OUT": ""}),
 ]
-WHY = "no --moe-layer-perf-out given"
+WHY = "neither --moe-layer-perf-out nor --moe-hot-cache given"
 
 
 def all_buffers(log: str) -> list[str]:
