@@ -153,6 +153,16 @@ pub enum ProfileFault {
         /// What it is.
         count: String,
     },
+    /// A rank that cannot be.
+    #[error("layer {layer}: ranks gives expert {id} the rank {rank}; expected a whole number from 1 to 65535")]
+    Rank {
+        /// Layer number.
+        layer: u32,
+        /// Expert id as it stands there.
+        id: String,
+        /// What it is.
+        rank: String,
+    },
     /// All counts together are too many.
     #[error("layer {layer}: the sum of all counts up to here is above 2^64; expected less")]
     Overflow {

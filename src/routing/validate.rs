@@ -131,10 +131,11 @@ struct Learnt {
 
 impl OwnLayer {
     fn read(&self, layer: u32, n_expert: u32) -> Result<Learnt, ProfileFault> {
-        let ranks = counts(layer, "ranks", &self.ranks, n_expert)?;
-        if let Some(&(id, rank)) = ranks.iter().find(|&&(_, rank)| rank > u16::MAX.into()) {
-            return Err(ProfileFault::Count { layer, list: "ranks", id, count: rank.to_string() });
+        let is_rank = |rank: &Number| whole(rank, u16::MAX.into()).is_some_and(|rank| rank > 0);
+        if let Some((id, rank)) = self.ranks.iter().find(|(_, rank)| !is_rank(rank)) {
+            return Err(ProfileFault::Rank { layer, id: shown(id), rank: shown(rank) });
         }
+        let ranks = counts(layer, "ranks", &self.ranks, n_expert)?;
         let once: Vec<_> = self.resident.iter().map(|id| (id.clone(), Number::from(1))).collect();
         let resident = counts(layer, "resident", &once, n_expert)?.into_iter().map(|(id, _)| id).collect();
         Ok(Learnt { n_expert, ranks, resident })
