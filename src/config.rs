@@ -26,6 +26,8 @@ pub const HOT_CACHE_MISS: &str = "LLAMA_ARG_MOE_HOT_CACHE_MISS";
 pub const TRACE_OUT: &str = "LLAMA_ARG_MOE_TRACE_OUT";
 /// For tests only: so many slots per layer (as far as the budget allows), filled before the next batch is computed.
 pub const TEST_SLOTS: &str = "MOE_HOT_TEST_SLOTS";
+/// For tests only: copies count as free, so that residents are swapped as often as can be.
+pub const TEST_FREE_COPIES: &str = "MOE_HOT_TEST_FREE_COPIES";
 /// For tests only: a file that timings are written to.
 pub const TEST_TIMINGS: &str = "MOE_HOT_TEST_TIMINGS";
 /// For tests only: claim operations whose weights are not in any buffer yet, as test-backend-ops asks.
@@ -138,6 +140,8 @@ pub struct Config {
     pub trace_out: Option<PathBuf>,
     /// See [`TEST_SLOTS`].
     pub test_slots: Option<u32>,
+    /// See [`TEST_FREE_COPIES`].
+    pub test_free_copies: bool,
     /// See [`TEST_TIMINGS`].
     pub test_timings: Option<PathBuf>,
     /// Values that could not be read and were replaced by their defaults, one line each.
@@ -172,6 +176,7 @@ impl Config {
             miss: read(HOT_CACHE_MISS, given, &mut complaints).unwrap_or(MissRule::Auto),
             trace_out: path(TRACE_OUT),
             test_slots: read(TEST_SLOTS, given, &mut complaints),
+            test_free_copies: lookup(TEST_FREE_COPIES).is_some_and(|value| value == "1"),
             test_timings: path(TEST_TIMINGS),
             complaints,
             no_host: [NO_HOST, LLAMA_NO_HOST].iter().any(|name| lookup(name).is_some_and(|value| is_true(&value))),

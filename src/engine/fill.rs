@@ -210,7 +210,8 @@ impl Fill {
         let Candidate { demand, worth, .. } = candidate;
         let learner = || {
             let n_spare = demand.spare.of(n_slots, demand.n_expert);
-            Learner::new(worth, n_slots, n_spare, demand.n_used, self.config.update_rate)
+            let learner = Learner::new(worth, n_slots, n_spare, demand.n_used, self.config.update_rate);
+            if self.config.test_free_copies { learner.with_free_copies() } else { learner }
         };
         LayerState { slots: Slots::new(demand.n_expert, n_slots), learner: self.learns().then(learner) }
     }

@@ -21,6 +21,7 @@ pub struct Learner {
     allowance: f32,
     /// Whether a wish is on its way to the ring.
     is_wishing: bool,
+    has_fixed_cost: bool,
     /// Resident experts at most: the other slots are spare, for those on their way.
     max_resident: usize,
     /// Whether experts on their way have a slot of their own; else they take a victim's at once.
@@ -44,6 +45,7 @@ impl Learner {
             per_token: rate.map(|rate| rate.0 * slots / RATE_TOKENS),
             allowance: 0.0,
             is_wishing: false,
+            has_fixed_cost: false,
             has_spare: n_spare > 0,
             max_resident: usize::from(n_slots - n_spare),
             used: Vec::with_capacity(n_expert.max(n_used).into()),
@@ -76,9 +78,19 @@ impl Learner {
         self.calls.is_multiple_of(CALLS_PER_PRICE)
     }
 
+    /// Copies count as free, whatever they cost.
+    #[must_use]
+    pub fn with_free_copies(mut self) -> Self {
+        self.decider.set_cost(CopyCost::NONE);
+        self.has_fixed_cost = true;
+        self
+    }
+
     /// What copies cost now.
     pub fn set_cost(&mut self, cost: CopyCost) {
-        self.decider.set_cost(cost);
+        if !self.has_fixed_cost {
+            self.decider.set_cost(cost);
+        }
     }
 
     /// The copy to start now, if one pays and is allowed: who comes, and who goes for it. One at a time.

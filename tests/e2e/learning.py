@@ -9,6 +9,7 @@ from probe import decode
 MAX_MIB = "LLAMA_ARG_MOE_HOT_CACHE_MAX_MIB"
 UPDATE_RATE = "LLAMA_ARG_MOE_HOT_CACHE_UPDATE_RATE"
 MISS = "LLAMA_ARG_MOE_HOT_CACHE_MISS"
+FREE_COPIES = "MOE_HOT_TEST_FREE_COPIES"  # the most swaps that can be
 # An empty value counts as none: as fast as it pays, which is faster than any number.
 AS_IT_PAYS = {UPDATE_RATE: ""}
 RULES = ["cpu", "copy", "auto"]
@@ -38,7 +39,7 @@ class Learning:
 
     def run(self, model: Path, steps: list, profile: Path, rule: str, fake: dict | None = None, **options) -> HotResult:
         budget = ceil(SHARE * self.whole_mib(model, profile, **options))
-        environment = {MAX_MIB: budget, MISS: rule} | AS_IT_PAYS
+        environment = {MAX_MIB: budget, MISS: rule, FREE_COPIES: 1} | AS_IT_PAYS
         return self.hot.run(model, steps, profile, fake=fake, environment=environment, **options)
 
 
