@@ -36,6 +36,7 @@ EXPERTS = "experts-"
 SPLIT_MAX_TENSORS = 14  # 39 tensors: three files
 SEED = 1
 SOURCES = ["writer.py", "lora.py", "blocks.py"]  # what every model depends on
+LORA_SEEDS = {"lora": SEED, "another-lora": SEED + 1}
 QUANTIZE_TIMEOUT_S = 300
 STALE_S = 24 * 3600
 
@@ -126,8 +127,8 @@ def make(folder: Path, architecture: str, variant: str) -> Path:
     partial = folder / f"partial-{path.name}"
     if variant == "F16":
         write_f16(architecture, partial)
-    elif variant == "lora":
-        write_lora(make(folder, architecture, "F16"), partial, SEED)
+    elif variant in LORA_SEEDS:
+        write_lora(make(folder, architecture, "F16"), partial, LORA_SEEDS[variant])
     elif variant.startswith(EXPERTS):
         write_experts(architecture, make(folder, architecture, "F16"), partial, variant.removeprefix(EXPERTS))
     else:
@@ -139,7 +140,7 @@ def make(folder: Path, architecture: str, variant: str) -> Path:
 def generated(variant: str, architecture: str = "qwen3moe") -> Path:
     """The model of that variant of one of ARCHITECTURES: "F16"; a type of QUANTIZED, for all matrices;
     "experts-TYPE", for those of the experts alone; "split", F16 in three files, the first of which is returned;
-    or "lora", an adapter for all of them."""
+    or "lora" and "another-lora", adapters of the same shape for all of them."""
     folder = cache_folder(architecture)
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
