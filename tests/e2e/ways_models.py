@@ -24,19 +24,19 @@ LARGE = Sizes(n_expert=48, n_expert_used=4, n_ff=512)
 EMBD_PER_LAYER = 256
 
 
-def large_qwen3moe(path: Path) -> Path:
-    """F16, 113 MB of experts in three layers."""
+def large_qwen3moe(path: Path, sizes: Sizes = LARGE) -> Path:
+    """F16; 113 MB of experts in three layers, if no sizes are given."""
     writer = _writer(path, "qwen3moe")
-    add_decoder_keys(writer, LARGE)
-    writer.add_expert_feed_forward_length(LARGE.n_ff)
+    add_decoder_keys(writer, sizes)
+    writer.add_expert_feed_forward_length(sizes.n_ff)
     tensors = Tensors(writer, SEED)
-    add_ends(tensors, LARGE.n_embd)
-    for layer in range(LARGE.n_layer):
+    add_ends(tensors, sizes.n_embd)
+    for layer in range(sizes.n_layer):
         block = f"blk.{layer}"
-        add_attention(tensors, block, LARGE, qk_norm=True)
-        tensors.norm(f"{block}.ffn_norm.weight", LARGE.n_embd)
-        add_router(tensors, block, LARGE)
-        add_experts(tensors, block, LARGE)
+        add_attention(tensors, block, sizes, qk_norm=True)
+        tensors.norm(f"{block}.ffn_norm.weight", sizes.n_embd)
+        add_router(tensors, block, sizes)
+        add_experts(tensors, block, sizes)
     finish(writer)
     return path
 

@@ -1,0 +1,177 @@
+"""What learning costs and brings in time: copies in the background are never waited for, `auto` follows the bus, and a
+cache that loses for long is given up.
+
+Servers are asked in turns, so that whatever else the machine does falls on all of them. FakeDevice computes nothing and
+takes no time for it: what is measured is the CPU's part and the bus's."""
+
+import re
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+import paths
+from fake import fake_environment
+from hot import complaints, ends, starts
+from learning import AS_IT_PAYS, MAX_MIB, MISS, UPDATE_RATE
+from models import generated
+from probe import assert_same_answer, decode, greedy
+from server import GREEDY, Server, start
+from ways_models import large_qwen3moe
+from writer import Sizes
+
+# Experts of 3 MiB, rows of 1 KiB.
+SIZES = Sizes(n_expert=16, n_expert_used=2, n_ff=2048)
+SLOTS, SPARE = 8, 1
+NULL = {"null_compute": 1, "null_mul_mat_id_only": 1}
+A_SECOND_PER_EXPERT_MBS = 4
+FAST_MBS, SLOW_MBS = 25_000, 1_000
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory, hot) -> tuple[Path, Path]:
+    """A model, and its profile."""
+    model = large_qwen3moe(tmp_path_factory.mktemp("large") / "large.gguf", SIZES)
+    return model, hot.probe.recording(model, [decode(1), greedy(40)]).out_file
+
+
+class Timed:
+    """A server with a cache on a FakeDevice whose bandwidth can be changed."""
+
+    def __init__(self, stack: ExitStack, folder: Path, large, bandwidth: int, slots: int, **variables):
+        folder.mkdir()
+        model, profile = large
+        self.control = folder / "control"
+        self.set_bandwidth(bandwidth)
+        environment = fake_environment(
+            plugin=paths.PLUGIN,
+            control=self.control,
+            LLAMA_ARG_MOE_HOT_CACHE=profile,
+            MOE_HOT_TEST_SLOTS=slots,
+            **NULL,
+            **variables,
+        )
+        arguments = ["--no-repack", "--no-warmup", "-t", 1, "-c", 4096, "-np", 1, "--cpu-moe", "-ngl", 0]
+        command = [paths.STOCK_BIN / "llama-server", "-m", model, *arguments]
+        self.server: Server = stack.enter_context(start(command, folder, "server", environment))
+
+    def set_bandwidth(self, mbs: int) -> None:
+        new = self.control.with_suffix(".new")
+        new.write_text(f"bandwidth_mbs={mbs}\n")
+        new.rename(self.control)
+
+    def ms_per_token(self, n_predict: int) -> float:
+        body = {"prompt": [1, 2, 3], "n_predict": n_predict, **GREEDY}
+        return self.server._post("/completion", body).json()["timings"]["predicted_per_token_ms"]
+
+
+def in_turns(servers: dict[str, Timed], n_rounds: int, n_predict: int) -> dict[str, float]:
+    """Median milliseconds per token."""
+    times: dict[str, list] = {name: [] for name in servers}
+    for n in range(n_rounds):
+        names = list(servers)
+        for name in names[n % len(names) :] + names[: n % len(names)]:
+            times[name].append(servers[name].ms_per_token(n_predict))
+    return {name: median(samples) for name, samples in times.items()}
+
+
+def assert_worked(timed: Timed, rule: str) -> None:
+    timed.server.stop()
+    log = timed.server.log.read_text()
+    (end,) = ends(log)
+    assert end.hits > 0, rule
+    assert complaints(log) == [], rule
+
+
+@pytest.mark.full
+def test_copies_in_the_background_are_never_waited_for(large, tmp_path):
+    """An expert takes most of a second. With the same residents at the start, no slower than a set that is fixed."""
+    with ExitStack() as stack:
+        learning = {UPDATE_RATE: 1}
+        servers = {
+            "fixed": Timed(stack, tmp_path / "fixed", large, FAST_MBS, SLOTS - SPARE, **{UPDATE_RATE: 0}),
+            **{
+                rule: Timed(stack, tmp_path / rule, large, FAST_MBS, SLOTS, **learning, **{MISS: rule})
+                for rule in ("cpu", "auto")
+            },
+        }
+        for timed in servers.values():
+            timed.ms_per_token(8)
+            assert starts(timed.server.log.read_text())
+            timed.set_bandwidth(A_SECOND_PER_EXPERT_MBS)
+            timed.ms_per_token(50)
+        times = in_turns(servers, n_rounds=9, n_predict=60)
+        print(times)
+        for rule, timed in servers.items():
+            assert_worked(timed, rule)
+    assert times["cpu"] < 1.02 * times["fixed"]
+    assert times["auto"] < 1.02 * times["fixed"]
+
+
+@pytest.mark.full
+def test_auto_is_as_good_as_the_better_rule_before_and_after_the_bus_slows_down(large, tmp_path):
+    with ExitStack() as stack:
+        servers = {
+            rule: Timed(stack, tmp_path / rule, large, FAST_MBS, SLOTS, **{UPDATE_RATE: 1, MISS: rule})
+            for rule in ("cpu", "copy", "auto")
+        }
+        measured = []
+        for bandwidth in (FAST_MBS, SLOW_MBS):
+            for timed in servers.values():
+                timed.set_bandwidth(bandwidth)
+                timed.ms_per_token(50)
+            measured.append(in_turns(servers, n_rounds=21, n_predict=50))
+        print(measured)
+        for rule, timed in servers.items():
+            assert_worked(timed, rule)
+    for times in measured:
+        assert times["auto"] < 1.05 * min(times["cpu"], times["copy"])
+
+
+N_LAYERS = 3
+WINDOW, LOST_WINDOWS = 2048, 4
+# One call in 251 is all cold, for comparison.
+JUDGED_TOKENS = WINDOW * LOST_WINDOWS * 251 // 250 // N_LAYERS
+LONG = [decode(1), greedy(JUDGED_TOKENS + 300)]
+OFF = re.compile(r"hot cache off on FAKE0: a layer takes (\d+) µs with it and (\d+) µs without")
+
+
+def session(hot, environment: dict, **fake):
+    model = generated("Q4_K")
+    profile = hot.profile(model, [decode(1), greedy(100)])
+    options = {"n_ctx": 4096, "n_threads": 1}
+    ours = hot.run(model, LONG, profile, fake=fake, environment={MAX_MIB: 4} | environment, **options)
+    assert_same_answer(hot.probe.stock(model, LONG, **options), ours)
+    assert ours.hits > 0
+    assert ours.stats["allocated_bytes"] == 0
+    return ours
+
+
+def tail_us(result) -> float:
+    return median(batch["microseconds"] for batch in result.batches[-100:])
+
+
+@pytest.mark.parametrize("environment", [AS_IT_PAYS, {}], ids=["learning", "fixed"])
+def test_a_cache_that_loses_for_long_is_given_up(hot, environment):
+    """Every layer waits a millisecond for the device, and takes a fraction of that on the CPU."""
+    latency_us = 1000
+    result = session(hot, environment, latency_us=latency_us)
+    (line,) = result.complaints
+    ours, cold = map(int, OFF.search(line).groups())
+    assert ours >= latency_us > cold
+    assert "answers stay the same" in line
+    slow = [batch["microseconds"] for batch in result.batches[100:-300]]
+    assert median(slow) > N_LAYERS * latency_us > 2 * tail_us(result), "later tokens do not wait"
+
+
+@pytest.mark.parametrize("environment", [AS_IT_PAYS, {}], ids=["learning", "fixed"])
+def test_a_cache_that_does_not_lose_is_left_alone(hot, environment):
+    """The device takes no time: rows are zeros, so that the answer is not compared."""
+    model = generated("Q4_K")
+    profile = hot.profile(model, [decode(1), greedy(100)])
+    result = hot.run(
+        model, LONG, profile, fake=NULL, environment={MAX_MIB: 4} | environment, n_ctx=4096, n_threads=1
+    )
+    assert result.complaints == []
+    assert result.hits > 0
