@@ -70,14 +70,14 @@ pub enum Error {
         layer: u32,
     },
     /// Reading or writing a file failed.
-    #[error("{path}: {action}: {source}")]
+    #[error("{path}: {action}: {error}")]
     Io {
         /// The file.
         path: PathBuf,
         /// What was attempted.
         action: &'static str,
         /// The system's answer.
-        source: io::Error,
+        error: io::Error,
     },
     /// A file is not a profile.
     #[error("{path}: not a routing profile: {reason}")]

@@ -43,7 +43,7 @@ impl OutputFile {
                 Ok(present) if !stands_at(&present, path) => continue,
                 Ok(_present) => Some(replace(path, profile)?),
                 Err(error) if error.kind() == io::ErrorKind::NotFound => create(path, profile)?,
-                Err(source) => return Err(Error::Io { path: path.into(), action: "cannot open", source }),
+                Err(source) => return Err(Error::Io { path: path.into(), action: "cannot open", error: source }),
             };
             if let Some(held) = held {
                 return Ok(Some(Self { path: path.into(), _held: held }));
@@ -90,7 +90,7 @@ fn create(path: &Path, profile: &Profile) -> Result<Option<File>> {
     match prepare(path, profile)?.persist_noclobber(path) {
         Ok(held) => sync_folder(path).map(|()| Some(held)),
         Err(error) if error.error.kind() == io::ErrorKind::AlreadyExists => Ok(None),
-        Err(error) => Err(Error::Io { path: path.into(), action: "cannot create", source: error.error }),
+        Err(error) => Err(Error::Io { path: path.into(), action: "cannot create", error: error.error }),
     }
 }
 
@@ -98,14 +98,14 @@ fn create(path: &Path, profile: &Profile) -> Result<Option<File>> {
 fn replace(path: &Path, profile: &Profile) -> Result<File> {
     let target = fs::canonicalize(path).unwrap_or_else(|_| path.into());
     let persisted = prepare(&target, profile)?.persist(&target);
-    let held = persisted.map_err(|e| Error::Io { path: path.into(), action: "cannot replace", source: e.error })?;
+    let held = persisted.map_err(|e| Error::Io { path: path.into(), action: "cannot replace", error: e.error })?;
     sync_folder(&target)?;
     Ok(held)
 }
 
 /// The profile in a synced and locked temporary file in the folder of `target`.
 fn prepare(target: &Path, profile: &Profile) -> Result<NamedTempFile> {
-    let io = |action| move |source| Error::Io { path: target.into(), action, source };
+    let io = |action| move |source| Error::Io { path: target.into(), action, error: source };
     let text = serde_json::to_vec(profile).map_err(|error| io("cannot encode")(error.into()))?;
     let mut temporary = tempfile::Builder::new()
         .prefix(".experts-")
@@ -121,7 +121,7 @@ fn prepare(target: &Path, profile: &Profile) -> Result<NamedTempFile> {
 
 fn sync_folder(path: &Path) -> Result<()> {
     let synced = File::open(folder_of(path)).and_then(|folder| folder.sync_all());
-    synced.map_err(|source| Error::Io { path: path.into(), action: "cannot sync its folder", source })
+    synced.map_err(|source| Error::Io { path: path.into(), action: "cannot sync its folder", error: source })
 }
 
 #[cfg(test)]

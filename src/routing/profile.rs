@@ -192,7 +192,7 @@ impl Profile {
     ///
     /// Fails when the file cannot be read, is larger than 64 MiB, or is not JSON with our schema.
     pub fn read(path: &Path) -> Result<Self> {
-        let io = |source| Error::Io { path: path.into(), action: "cannot read", source };
+        let io = |source| Error::Io { path: path.into(), action: "cannot read", error: source };
         let not = |reason: String| Error::NotAProfile { path: path.into(), reason };
         let file = File::open(path).map_err(io)?;
         let mut text = Vec::new();
@@ -214,7 +214,7 @@ impl Profile {
         let not = |reason: &str| Error::NotAProfile { path: path.into(), reason: reason.into() };
         match fs::metadata(path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-            Err(source) => Err(Error::Io { path: path.into(), action: "cannot look at it", source }),
+            Err(source) => Err(Error::Io { path: path.into(), action: "cannot look at it", error: source }),
             Ok(meta) if meta.is_dir() => Err(not("it is a folder")),
             Ok(meta) if !meta.is_file() => Err(not("it is not a regular file")),
             Ok(meta) if meta.len() == 0 => Ok(None),

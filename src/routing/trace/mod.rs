@@ -64,7 +64,7 @@ pub struct Trace {
 impl Trace {
     /// Reads a trace of either format.
     pub fn read(path: &Path) -> Result<Self> {
-        let io = |source| Error::Io { path: path.into(), action: "cannot read", source };
+        let io = |source| Error::Io { path: path.into(), action: "cannot read", error: source };
         let bad = |what| Error::BadTrace { path: path.into(), what };
         let file = File::open(path).map_err(io)?;
         if !file.metadata().map_err(io)?.is_file() {
