@@ -85,6 +85,8 @@ pub struct MissCosts {
     cpu: Average,
     /// Nanoseconds per expert for a copy and the computation on the device.
     copy: Average,
+    /// Nanoseconds of the host's part of a copy: reading an expert into the staging ring.
+    staging: Average,
     /// Nanoseconds of the device without copies.
     device: Average,
     calls_since_probe: u32,
@@ -119,9 +121,13 @@ impl MissCosts {
         best - 1
     }
 
-    /// Learns from a copy in the background, which took so long from start to end.
-    pub fn learn_background(&mut self, copy_ns: f32) {
-        self.copy.add(copy_ns, WEIGHT_OF_BACKGROUND);
+    /// Learns from a copy in the background: how long the host was at it, and how long it took from start to end (`None` if
+    /// it waited for others, which says nothing).
+    pub fn learn_background(&mut self, staging_ns: f32, copy_ns: Option<f32>) {
+        self.staging.add(staging_ns, WEIGHT_OF_BACKGROUND);
+        if let Some(copy_ns) = copy_ns {
+            self.copy.add(copy_ns, WEIGHT_OF_BACKGROUND);
+        }
     }
 
     /// Learns from a call.
@@ -145,11 +151,14 @@ impl MissCosts {
         }
     }
 
-    /// The price of a copy in the background against that of a miss, for admission: bytes that move beside the CPU's
-    /// own take its bandwidth. `None` as long as one of the two is unknown.
+    /// The price of a copy in the background against that of a miss, for admission. `None` as long as one is unknown.
+    ///
+    /// Such a copy is not waited for: what it takes from the token is the host's part, which moves an expert's bytes through
+    /// the memory that the CPU computes from. How long the device is at it costs nothing (it makes copies late, which is
+    /// told apart).
     pub fn copy_in_misses(&self) -> Option<f32> {
-        match (self.copy.0, self.cpu.0) {
-            (Some(copy), Some(cpu)) if cpu > 0.0 => Some(copy / cpu),
+        match (self.staging.0, self.cpu.0) {
+            (Some(staging), Some(cpu)) if cpu > 0.0 => Some(staging / cpu),
             _ => None,
         }
     }
@@ -177,7 +186,7 @@ mod tests {
             let mut total = 0.0;
             for n in 0..n_calls {
                 if n % 50 == 0 {
-                    costs.learn_background(self.copy_ns);
+                    costs.learn_background(0.0, Some(self.copy_ns));
                 }
                 let call = self.call(MISSED, costs.choose(rule, MISSED, MISSED));
                 costs.learn(&call);
@@ -223,7 +232,7 @@ mod tests {
         let mut costs = MissCosts::default();
         costs.learn(&FAST_BUS.call(6, 0));
         assert_eq!(costs.choose(MissRule::Auto, 6, 6), 0);
-        costs.learn_background(FAST_BUS.copy_ns);
+        costs.learn_background(0.0, Some(FAST_BUS.copy_ns));
         assert!(costs.choose(MissRule::Auto, 6, 6) > 0);
     }
 
@@ -231,7 +240,7 @@ mod tests {
     fn a_slow_bus_is_never_tried_out_while_a_token_waits() {
         let mut costs = MissCosts::default();
         let second = Machine { cpu_ns: 100e3, copy_ns: 1e9 };
-        costs.learn_background(second.copy_ns);
+        costs.learn_background(0.0, Some(second.copy_ns));
         assert!((0..10_000).all(|_| {
             let n_copied = costs.choose(MissRule::Auto, 6, 6);
             costs.learn(&second.call(6, n_copied));
@@ -245,6 +254,15 @@ mod tests {
         let even = Machine { cpu_ns: 100e3, copy_ns: 100e3 };
         even.run(&mut costs, MissRule::Auto, FIFTY_TOKENS);
         assert_eq!(costs.choose(MissRule::Auto, 6, 6), 3);
+    }
+
+    #[test]
+    fn a_copy_in_the_background_is_priced_by_what_it_takes_from_the_host() {
+        let mut costs = MissCosts::default();
+        costs.learn_background(25e3, Some(1e9));
+        assert_eq!(costs.copy_in_misses(), None, "what a miss costs is not known");
+        costs.learn(&FAST_BUS.call(6, 0));
+        assert_eq!(costs.copy_in_misses(), Some(0.25));
     }
 
     #[test]

@@ -112,11 +112,11 @@ impl HotDevice {
         self.costs.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A copy in the background has landed: how long it took if none was before it, and how many calls late it came.
-    pub fn copied(&self, took: Option<Duration>, lag: Option<u32>) {
-        if let Some(took) = took {
-            self.costs().learn_background(took.as_nanos() as f32);
-        }
+    /// A copy in the background has landed: how long the host was at it, how long it took if none was before it, and how
+    /// many calls late it came.
+    pub fn copied(&self, staging: Duration, took: Option<Duration>, lag: Option<u32>) {
+        let ns = |duration: Duration| duration.as_nanos() as f32;
+        self.costs().learn_background(ns(staging), took.map(ns));
         if let Some(lag) = lag {
             let old = self.lag.load(Relaxed);
             let new = lag.saturating_mul(LAG_UNITS);

@@ -119,6 +119,8 @@ struct Flight {
     slot: Slot,
     wished_at: Option<u32>,
     started: Instant,
+    /// How long the host was at it.
+    staging: Duration,
     was_alone: bool,
 }
 
@@ -195,7 +197,8 @@ impl Ring {
         match self.engine.start(copy, &mut |staging| cache.read_expert(expert, staging)) {
             Started::Yes => {
                 self.next_id += 1;
-                self.flights.push_back(Flight { id, cache, slot, wished_at, started, was_alone });
+                let staging = started.elapsed();
+                self.flights.push_back(Flight { id, cache, slot, wished_at, started, staging, was_alone });
                 Ok(true)
             }
             Started::Full => {
@@ -223,7 +226,7 @@ impl Ring {
         else {
             return;
         };
-        let Flight { cache, slot, wished_at, started, was_alone, .. } = flight;
+        let Flight { cache, slot, wished_at, started, staging, was_alone, .. } = flight;
         match outcome {
             Outcome::Whole => {
                 let calls = {
@@ -235,7 +238,7 @@ impl Ring {
                 // A copy that waited behind others tells less of the device than of them.
                 let alone = (was_alone && self.flights.is_empty()).then(|| started.elapsed());
                 let lag = wished_at.and_then(|wished_at| calls?.checked_sub(wished_at));
-                self.model.device.copied(alone, lag);
+                self.model.device.copied(staging, alone, lag);
             }
             Outcome::Failed => {
                 cache.state().slots.retire(slot);
