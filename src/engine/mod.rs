@@ -65,6 +65,8 @@ struct State {
     live_contexts: usize,
     /// Those that llama.cpp decodes with.
     working_contexts: usize,
+    /// Whether any has decoded since there was none.
+    has_worked: bool,
     recorder: Option<Recorder>,
     fillers: Vec<Filler>,
     times: Option<LayerTimes>,
@@ -175,19 +177,22 @@ impl Engine {
     /// `worked`: llama.cpp has decoded with the context; it makes others only to measure. `times`: what it has timed.
     fn context_closed(&self, worked: bool, times: Option<LayerTimes>) {
         self.save(true);
-        let (is_last, ended, times) = {
+        let (is_last, ended, times, worked) = {
             let mut state = self.state();
             state.live_contexts -= 1;
             state.working_contexts -= usize::from(worked);
+            state.has_worked |= worked;
             if let Some(times) = &times {
                 state.times.get_or_insert_default().add(times);
             }
             let is_last = state.live_contexts == 0;
+            // The last one to go need not be one that has decoded.
+            let worked = if is_last { std::mem::take(&mut state.has_worked) } else { worked };
             // A cache goes on with the next context, as long as its model is loaded.
             let is_over = is_last && self.live_buffers.load(Relaxed) == 0;
             let fillers = if is_over { std::mem::take(&mut state.fillers) } else { Vec::new() };
             let ended = (if is_last { state.recorder.take() } else { None }, fillers);
-            (is_last, ended, state.times)
+            (is_last, ended, state.times, worked)
         };
         drop(ended); // joins threads: not under the lock
         if let (true, Some(tracer)) = (is_last && worked, self.tracer()) {

@@ -6,6 +6,7 @@ is saved every 5 s, and waited for until its calls reach what was sent."""
 
 import shutil
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -27,13 +28,7 @@ TOKEN_BY_TOKEN = ["-ub", 1, "-t", 1, "-c", 2048, "-np", 1, "--no-repack", "--no-
 NEUTRAL = list(range(300, 308))  # tokens
 SAVED_WITHIN_S = 20
 RECOVERED = 0.95
-# Not strict: on some runs a copy is cheap enough by chance. With a price of 0 all but "prose to code" (0.94) pass.
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.xfail(
-        strict=False, reason="the latency of a copy in the background counts as its price, which stops the learning"
-    ),
-]
+pytestmark = pytest.mark.full
 Part = tuple[str, int, int]  # tokens of a kind of text, from here to there
 
 
@@ -126,9 +121,10 @@ def test_after_200_tokens_of_a_kind_it_is_ahead_of_the_fixed_set(servers, kind):
 
 @pytest.mark.parametrize(("old", "new"), [("prose", "code"), ("code", "prose"), ("manual", "code")])
 def test_a_switch_of_kind_is_made_up_for_within_100_tokens(servers, old, new):
-    measured = [(new, 100, 400)]
-    switched = servers.hit_rate([(old, 0, 600), (new, 0, 100)], measured)
-    never = servers.hit_rate([(new, 0, 100)], measured)
+    """Medians of three: when a copy lands differs from run to run."""
+    measured, first = [(new, 100, 400)], [(new, 0, 100)]
+    switched = median(servers.hit_rate([(old, 0, 600), *first], measured) for _ in range(3))
+    never = median(servers.hit_rate(first, measured) for _ in range(3))
     print(f"{old} to {new}: {switched:.3f}, only {new}: {never:.3f}")
     assert switched >= RECOVERED * never
 

@@ -5,13 +5,16 @@ use std::hint::black_box;
 
 /// How many uses the prior counts for: `blend` in field.md.
 const PRIOR_USES: f32 = 2.0;
+/// Uses of an expert that are remembered. What followed more of them belongs to an older text: with 255 a switch of text was
+/// not made up for within 100 tokens (tests/e2e/test_learning_server.py); 16, 32 and 64 are alike on all traces.
+const MAX_USES: u8 = 64;
 /// In bytes.
 const CACHE_LINE: usize = 64;
 
 /// For each expert i: how often it was used, and how often each expert e was used after it.
 ///
 /// Counts are one byte each, `[n_from, n_to]`: 64 KiB for 256 experts, 3 MiB for 48 such layers. When an expert's uses
-/// reach 255 its row is halved, so old habits fade without a pass over all rows.
+/// reach [`MAX_USES`] its row is halved, so old habits fade without a pass over all rows.
 #[derive(Clone, Debug)]
 pub struct Transitions {
     counts: Box<[u8]>,
@@ -31,7 +34,7 @@ impl Transitions {
         for expert in now {
             let Some(uses) = self.uses.get_mut(usize::from(expert.0)) else { continue };
             let row = &mut self.counts[usize::from(expert.0) * self.n_to..][..self.n_to];
-            if *uses == u8::MAX {
+            if *uses >= MAX_USES {
                 *uses /= 2;
                 row.iter_mut().for_each(|count| *count /= 2);
             }
