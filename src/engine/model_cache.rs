@@ -56,7 +56,12 @@ impl ModelCache {
         if !self.is_over() {
             self.end();
             let name = self.device.device().name();
-            log(Level::Warn, &format!("hot cache of this model off on {name}: {reason}; experts run on the CPU"));
+            log(
+                Level::Warn,
+                &format!(
+                    "hot cache of this model off on {name}: {reason}; experts run on the CPU, answers stay the same"
+                ),
+            );
         }
     }
 

@@ -65,8 +65,8 @@ def test_two_contexts_decode_during_the_fill(hot):
         decode(3, context=0),
         decode(5, context=1),
         threads([greedy(120, context=0)], [greedy(60, context=1), decode(20, context=1), greedy(60, context=1)]),
-        greedy(60, context=0),
-        greedy(60, context=1),
+        greedy(200, context=0),  # long enough for copies to land on a busy machine
+        greedy(200, context=1),
     ]
     result = run(hot, steps, fake=SLOW, contexts=2, n_threads=1)
     assert result.complaints == []

@@ -139,7 +139,7 @@ WINDOW, LOST_WINDOWS = 2048, 4
 # One call in 251 is all cold, for comparison.
 JUDGED_TOKENS = WINDOW * LOST_WINDOWS * 251 // 250 // N_LAYERS
 LONG = [decode(1), greedy(JUDGED_TOKENS + 300)]
-OFF = re.compile(r"hot cache off on FAKE0: a layer takes (\d+) µs with it and (\d+) µs without")
+OFF = re.compile(r"hot cache of this model off on FAKE0: a layer takes (\d+) µs with it and (\d+) µs without")
 
 
 def session(hot, environment: dict, **fake):
