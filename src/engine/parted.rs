@@ -277,7 +277,10 @@ impl Lanes {
             self.hot = None;
         }
         let Some(cache) = seen.layer.cache().filter(|cache| !cache.model.is_over()) else {
-            seen.hot = Known::Nothing;
+            if let Known::Ready(..) = std::mem::take(&mut seen.hot) {
+                // The cache has been given up, or is about to be filled anew: its memory goes back to the device.
+                self.hot = None;
+            }
             return None;
         };
         if self.refused || ids.n_tokens() > config.max_hot_tokens() {
@@ -285,7 +288,7 @@ impl Lanes {
         }
         let is_of = |known: &Weak<LayerCache>| known.as_ptr() == Arc::as_ptr(&cache);
         match &seen.hot {
-            Known::Ready(known, layer) if is_of(known) && self.hot.is_some() => return Some((cache, *layer)),
+            Known::Ready(known, layer) if is_of(known) && self.is_ready(*layer) => return Some((cache, *layer)),
             Known::Refused(known) if is_of(known) => return None,
             _ => {}
         }
@@ -296,6 +299,10 @@ impl Lanes {
         };
         seen.hot = Known::Ready(known, layer);
         Some((cache, layer))
+    }
+
+    fn is_ready(&self, layer: HotIndex) -> bool {
+        self.hot.as_ref().is_some_and(|hot| hot.lane.knows(layer))
     }
 
     /// Makes the hot lane ready for a layer it has not computed yet. `None`: this context or recipe has none.

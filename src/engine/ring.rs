@@ -78,7 +78,7 @@ impl Wishes {
 
     /// Drops all that wait: wished for while the plan was carried out, they are old.
     pub fn forget(&self) {
-        let old = std::mem::take(&mut *self.lock());
+        let old = std::mem::replace(&mut *self.lock(), VecDeque::with_capacity(MAX_WISHES));
         old.iter().for_each(|wish| wish.cache.state().end_wish(false));
     }
 

@@ -11,10 +11,12 @@ use crate::ggml::{Backend, BufferType, Device, Graph, HostBlock, Memory, PROBE_B
 use crate::moe::Ffn;
 use crate::{Error, Result};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 /// One device backend instance with its scratch memory, owned by one llama.cpp context.
 pub struct HotLane {
-    backend: Backend,
+    /// Tells this lane's indices from those of the one before it.
+    id: u64,
     device: Device,
     kind: BufferType,
     /// Whether rows may pass through page-locked memory.
@@ -25,6 +27,8 @@ pub struct HotLane {
     /// The last bytes of what was copied while a token waited, read back.
     probes: Option<HostBlock>,
     layers: Vec<HotLayer>,
+    /// Goes last: nothing of the lane is on the device any more then.
+    backend: Backend,
 }
 
 /// A layer's recipe over its pool.
@@ -36,9 +40,12 @@ struct HotLayer {
     jobs: Jobs,
 }
 
-/// A layer that a lane knows.
+/// A layer that a lane knows. Good for that lane only, see [`HotLane::knows`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct HotIndex(usize);
+pub struct HotIndex {
+    lane: u64,
+    place: usize,
+}
 
 /// Why a lane cannot compute a recipe, or how much scratch memory it takes.
 pub struct Trial {
@@ -65,8 +72,9 @@ impl HotLane {
     pub fn new(device: Device, pinned: bool) -> Result<Self> {
         let kind = device.buffer_type().ok_or(Error::Ggml("a buffer type of the device"))?;
         let backend = Backend::new(device)?;
+        static NEXT_ID: AtomicU64 = AtomicU64::new(0);
         Ok(Self {
-            backend,
+            id: NEXT_ID.fetch_add(1, Relaxed),
             device,
             kind,
             pinned,
@@ -75,12 +83,13 @@ impl HotLane {
             outputs: None,
             probes: None,
             layers: Vec::new(),
+            backend,
         })
     }
 
-    /// The device.
-    pub fn device(&self) -> Device {
-        self.device
+    /// Whether `layer` was added to this very lane.
+    pub fn knows(&self, layer: HotIndex) -> bool {
+        layer.lane == self.id
     }
 
     /// Bytes of scratch memory that it has on the device.
@@ -111,10 +120,10 @@ impl HotLane {
             Arc::ptr_eq(&layer.pool, pool) && Arc::ptr_eq(&layer.ffn, ffn) && layer.offsets == offsets
         };
         if let Some(known) = self.layers.iter().position(is_it) {
-            return HotIndex(known);
+            return HotIndex { lane: self.id, place: known };
         }
         self.layers.push(HotLayer { pool: pool.clone(), ffn: ffn.clone(), offsets, jobs: Jobs::default() });
-        HotIndex(self.layers.len() - 1)
+        HotIndex { lane: self.id, place: self.layers.len() - 1 }
     }
 
     /// Computes some of the split's requests on the device, and `meanwhile` on this thread; returns when both are done.
@@ -130,7 +139,7 @@ impl HotLane {
         meanwhile: impl FnOnce() -> R,
     ) -> Result<Result<R, Status>> {
         let form = requests.form();
-        let HotLayer { pool, ffn, offsets, jobs } = &mut self.layers[layer.0];
+        let HotLayer { pool, ffn, offsets, jobs } = &mut self.layers[layer.place];
         let scratch = self.scratch.as_ref().ok_or(Error::Ggml("scratch memory on the device"))?;
         let make = || {
             let rebuilt = Rebuilt::new(ffn, form, pool.slots().into(), self.kind.alignment())?;
@@ -161,14 +170,14 @@ impl HotLane {
     /// Whether experts of this layer can be copied while a token waits: the recipe's tensors are all that the pool holds,
     /// and their bytes are at hand.
     pub fn can_copy(&self, layer: HotIndex, split: &Graph<'_>) -> bool {
-        let HotLayer { pool, ffn, .. } = &self.layers[layer.0];
+        let HotLayer { pool, ffn, .. } = &self.layers[layer.place];
         let is_at_hand = |index| ffn.weight(split, index).is_some_and(|tensor| tensor.weight_bytes(0, 0).is_some());
         pool.n_tensors() == ffn.weights.len() && (0..ffn.weights.len()).all(is_at_hand)
     }
 
     /// Writes the rows of the last [`HotLane::compute_while`] to where they belong in the split.
     pub fn write_rows(&self, layer: HotIndex, split: &Graph<'_>, requests: &Requests) -> Result<()> {
-        let ffn = &self.layers[layer.0].ffn;
+        let ffn = &self.layers[layer.place].ffn;
         let outputs = self.outputs.as_ref().ok_or(Error::Ggml("rows that have been computed"))?;
         let output = ffn.output(split).ok_or(Error::Ggml("a split of this recipe"))?;
         requests.read_outputs(outputs, 0, ffn, &output)
@@ -181,4 +190,32 @@ fn sized(block: &mut Option<HostBlock>, (device, pinned): (Device, bool), bytes:
         *block = Some(HostBlock::for_copies(device, bytes.next_power_of_two(), pinned)?);
     }
     block.as_mut().ok_or(Error::Ggml("a block of host memory"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ggml::sys;
+    use crate::ggml::testing::{Builder, load_cpu};
+    use crate::moe::Block;
+
+    #[test]
+    fn an_index_is_good_for_its_own_lane_only() {
+        const N: i64 = 32;
+        load_cpu();
+        let b = Builder::new();
+        let (x, ids) = (b.leaf(sys::GGML_TYPE_F32, [N, 1, 1]), b.ids(2, 4, 1));
+        let weights = || b.leaf(sys::GGML_TYPE_F32, [N, N, 4]);
+        let (gate, up) = (b.mul_mat_id(weights(), x, ids), b.mul_mat_id(weights(), x, ids));
+        let graph = b.graph(b.mul_mat_id(weights(), b.swiglu(gate, up), ids));
+        let ffn = Arc::new(Ffn::recognise(&graph, &Block::recognise(&graph)[0]).unwrap());
+        let pool = Arc::new(Pool::allocate(BufferType::cpu().unwrap(), &ffn.weights, 2).unwrap().unwrap());
+        let lane = || HotLane::new(Device::cpu().unwrap(), false).unwrap();
+        let (mut old, mut new) = (lane(), lane());
+        let index = old.add_layer(&pool, &ffn, &[0, 1, 2]);
+        assert_eq!(old.add_layer(&pool, &ffn, &[0, 1, 2]), index, "added once");
+        assert_ne!(old.add_layer(&pool, &ffn, &[1, 0, 2]), index, "the same recipe over other tensors");
+        assert!(old.knows(index) && !new.knows(index));
+        assert_ne!(new.add_layer(&pool, &ffn, &[0, 1, 2]), index);
+    }
 }

@@ -21,11 +21,16 @@ ORDERS = {
 }
 
 
-def converse(server, order: list) -> list:
-    def scales(active: tuple) -> list:
-        return [{"id": id, "scale": scale} for id, scale in enumerate(active)]
+def scales(active: tuple) -> list:
+    return [{"id": id, "scale": scale} for id, scale in enumerate(active)]
 
+
+def converse(server, order: list) -> list:
     return [ask(server, f"Text {active}: ", 24, lora=scales(active)).probabilities for active in order]
+
+
+N_SCALES = 80  # each a recipe of its own: more than a context remembers
+LONG_PROMPT = "A text of more tokens than the plugin sees: " * 4  # a recipe is first seen in a graph that is used again
 
 
 @pytest.fixture(scope="module")
@@ -53,3 +58,20 @@ def test_each_request_has_the_answer_of_its_own_adapters(hot, command, tmp_path,
     assert ends(log)[-1].hits > 0
     assert len(starts(log)) > 1 or order.startswith("both"), "adapters that came later are cached too"
     assert not re.search("hot cache off", log)
+
+
+def test_a_server_whose_every_request_has_another_scale(hot, command, tmp_path):
+    """What a context has forgotten of old scales is made anew, and never mistaken."""
+    order = [(1 / (1 + n), 1.0) for n in range(N_SCALES)]
+    with start(command, tmp_path, "stock", stock_environment()) as server:
+        stock = [ask(server, LONG_PROMPT, 4, lora=scales(active)).probabilities for active in order]
+        server.stop()
+    profile = hot.profile(generated("F16"), [decode(7), decode(9)])
+    environment = fake_environment(plugin=paths.PLUGIN, LLAMA_ARG_MOE_HOT_CACHE=profile, LLAMA_ARG_MOE_HOT_CACHE_UPDATE_RATE=0)
+    with start(command, tmp_path, "ours", environment) as server:
+        ours = [ask(server, LONG_PROMPT, 4, lora=scales(active)).probabilities for active in order]
+        server.stop()
+    assert [n for n, (a, b) in enumerate(zip(stock, ours, strict=True)) if a != b] == []
+    log = (tmp_path / "ours.log").read_text()
+    assert "internal error" not in log
+    assert ends(log)[-1].hits > ends(log)[-1].misses, "to the last scale"

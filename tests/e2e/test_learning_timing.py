@@ -12,11 +12,12 @@ from statistics import median
 import pytest
 
 import paths
-from fake import fake_environment
+from fake import fake_environment, read_stats
 from hot import complaints, ends, starts
 from learning import AS_IT_PAYS, MAX_MIB, MISS, UPDATE_RATE
 from models import generated
 from probe import assert_same_answer, decode, greedy
+from processes import wait_for
 from server import GREEDY, Server, start
 from ways_models import large_qwen3moe
 from writer import Sizes
@@ -180,3 +181,29 @@ def test_a_cache_that_does_not_lose_is_left_alone(hot, environment):
     )
     assert result.complaints == []
     assert result.hits > 0
+
+
+POOLS_AND_SCRATCH = 3 << 20  # of a budget of 4 MiB
+
+
+def given_back(stats: dict[str, int]) -> int:
+    return stats["peak_bytes"] - stats["allocated_bytes"]
+
+
+def test_a_cache_that_is_given_up_gives_its_memory_back_while_the_server_lives(hot, tmp_path):
+    """FakeDevice writes what it holds whenever a buffer is freed."""
+    model, stats = generated("Q4_K"), tmp_path / "stats"
+    environment = fake_environment(
+        plugin=paths.PLUGIN,
+        stats=stats,
+        latency_us=1000,
+        LLAMA_ARG_MOE_HOT_CACHE=hot.profile(model, [decode(1), greedy(100)]),
+        **{MAX_MIB: 4},
+    )
+    arguments = ["--no-repack", "--no-warmup", "-t", 1, "-c", 4096, "-np", 1, "--cpu-moe", "-ngl", 0]
+    with start([paths.STOCK_BIN / "llama-server", "-m", model, *arguments], tmp_path, "server", environment) as server:
+        server.complete("x", JUDGED_TOKENS + 300)
+        assert OFF.search(server.log.read_text())
+        # llama.cpp has buffers of its own on the device.
+        wait_for("the memory is given back", lambda: given_back(read_stats(stats)) > POOLS_AND_SCRATCH, timeout_s=10)
+        server.stop()

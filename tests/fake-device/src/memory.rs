@@ -171,6 +171,9 @@ unsafe extern "C" fn free_buffer(buffer: sys::ggml_backend_buffer_t) {
         let mut allocated = crate::lock(&ALLOCATED);
         *allocated -= memory.size;
         stats::ALLOCATED_BYTES.set(*allocated as u64);
+        drop(allocated);
+        // What a program gives back while it goes on is seen by that.
+        stats::write();
     });
 }
 
