@@ -6,9 +6,10 @@
 
 use divan::counter::ItemsCount;
 use divan::{Bencher, black_box};
-use ggml_moe_hot::cache::Expert;
-use ggml_moe_hot::cache::policy::{Admission, Blend, CopyCost, Decider, Lfu, Lru, Policy, Weights};
-use ggml_moe_hot::routing::LayerCounts;
+use ggml_moe_hot::cache::policy::{AdmissionRule, Blend, CopyCost, Policy, ReplacementPolicy, Weights};
+use ggml_moe_hot::profile::LayerCounts;
+use ggml_moe_hot::replay::policies::{Lfu, Lru};
+use ggml_moe_hot::units::Expert;
 
 const N_LAYERS: usize = 48;
 const N_EXPERT: u16 = 256;
@@ -48,7 +49,7 @@ fn tokens() -> Vec<[Expert; N_USED]> {
 
 /// All layers' policies and counters, and the experts that are resident: for timing the same in every layer.
 struct Model<P> {
-    layers: Vec<(Decider<P>, LayerCounts)>,
+    layers: Vec<(ReplacementPolicy<P>, LayerCounts)>,
     tokens: Vec<[Expert; N_USED]>,
     token: usize,
 }
@@ -56,7 +57,8 @@ struct Model<P> {
 impl<P: Policy> Model<P> {
     fn new(policy: impl Fn() -> P) -> Self {
         let cost = CopyCost { price: 0.25, lag: 4 };
-        let layer = |_| (Decider::new(policy(), Admission::priced(cost)), LayerCounts::new(0, N_EXPERT.into()));
+        let layer =
+            |_| (ReplacementPolicy::new(policy(), AdmissionRule::priced(cost)), LayerCounts::new(0, N_EXPERT.into()));
         let mut model = Self { layers: (0..N_LAYERS).map(layer).collect(), tokens: tokens(), token: 0 };
         (0..WARM_UP).for_each(|_| model.step());
         model
@@ -65,14 +67,14 @@ impl<P: Policy> Model<P> {
     /// One token: count, observe, ask for one copy.
     fn step(&mut self) {
         self.token += 1;
-        for (layer, (decider, counts)) in self.layers.iter_mut().enumerate() {
+        for (layer, (policy, counts)) in self.layers.iter_mut().enumerate() {
             let used = &self.tokens[(self.token + layer * 7) % N_TOKENS];
             let is_resident = |expert: &Expert| expert.0.is_multiple_of(N_EXPERT / N_SLOTS);
             counts.add(1, used.iter().map(|expert| (i32::from(expert.0), is_resident(expert))));
-            decider.observe(used);
+            policy.observe(used);
             let missed = used.iter().copied().filter(|expert| !is_resident(expert));
             let held = (0..N_SLOTS).map(|slot| Expert(slot * (N_EXPERT / N_SLOTS)));
-            black_box(decider.wish(missed, held, false));
+            black_box(policy.admission(missed, held, false));
         }
     }
 

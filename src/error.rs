@@ -1,8 +1,8 @@
 //! The library's one error type: what went wrong, where, and the offending value.
 #![forbid(unsafe_code)]
 
-use crate::routing::trace::TraceFault;
-use crate::routing::{Mismatch, ProfileFault};
+use crate::profile::ProfileFault;
+use crate::trace::TraceFault;
 use std::io;
 use std::path::PathBuf;
 
@@ -103,7 +103,7 @@ pub enum Error {
         /// The model's file.
         model: PathBuf,
         /// How they differ.
-        what: Mismatch,
+        what: Box<dyn std::error::Error + Send + Sync>,
     },
     /// A file cannot be used as a trace.
     #[error("{path}: {what}")]

@@ -5,17 +5,18 @@
 
 pub mod cache;
 pub mod cli;
-pub mod config;
-pub mod copy;
-pub mod cuda;
-pub mod engine;
+mod device;
 mod error;
-pub mod ggml;
+mod ggml;
 pub mod gguf;
-pub mod lanes;
-pub mod moe;
-pub mod perf;
-pub mod plugin;
-pub mod routing;
+mod lanes;
+mod moe;
+mod options;
+mod plugin;
+pub mod profile;
+pub mod replay;
+mod runtime;
+pub mod trace;
+pub mod units;
 
 pub use error::{Error, Result};

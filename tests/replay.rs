@@ -1,8 +1,8 @@
 //! `moe-hot replay` as users run it: hit rates on known traces, its JSON, its speed, and what it says of bad input.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, missing_docs)]
 
-use ggml_moe_hot::cache::Expert;
-use ggml_moe_hot::routing::trace::{LayerInfo, Trace, TraceWriter};
+use ggml_moe_hot::trace::{LayerInfo, Trace, TraceWriter};
+use ggml_moe_hot::units::Expert;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};

@@ -1,7 +1,7 @@
 //! Any bytes are a profile or a fault, and an accepted profile keeps what its type promises.
 #![no_main]
 
-use ggml_moe_hot::routing::Demand;
+use ggml_moe_hot::profile::Demand;
 
 libfuzzer_sys::fuzz_target!(|text: &[u8]| {
     let Ok(demand) = Demand::from_slice(text) else { return };

@@ -4,7 +4,7 @@
 //! were measured. Left-over bytes buy at most one more slot per layer. Knows bytes and counts; where they come from,
 //! and what is copied when, is not decided here.
 
-use super::{Bytes, Expert, Layer};
+use crate::units::{Bytes, Expert, Layer};
 use std::cmp::Reverse;
 
 /// One expert tensor of a layer as the device lays it out.

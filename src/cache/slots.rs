@@ -4,7 +4,7 @@
 //! serves only once its copy is known to be complete, and is filled anew only once no launch uses it; when that is so is
 //! the caller's to say. Knows no devices and no copies, and allocates nothing after `new`.
 
-use super::{Expert, Slot};
+use crate::units::{Expert, Slot};
 
 /// What a slot holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

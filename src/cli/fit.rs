@@ -5,7 +5,7 @@
 use super::args::{DEVICE, FIT, FIT_TARGET};
 use super::devices::Device;
 use super::flags::MoeFlags;
-use crate::config::Budget;
+use crate::options::Budget;
 use std::ffi::OsString;
 
 /// llama.cpp's own default of `--fit-target`.

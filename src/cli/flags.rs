@@ -1,14 +1,15 @@
 //! Our own flags, which stand among the program's arguments.
 
+use super::same_model::check_model;
 use crate::Error;
-use crate::cache::MissRule;
-use crate::config::{
+use crate::gguf::ModelFile;
+use crate::options::{
     self, Budget, HOT_CACHE, HOT_CACHE_AUTO_RESERVE_MIB, HOT_CACHE_DEVICE, HOT_CACHE_MAX_MIB, HOT_CACHE_MISS,
     HOT_CACHE_UPDATE_RATE, PERF_OUT, Reserve, TRACE_OUT, UpdateRate,
 };
-use crate::gguf::ModelFile;
-use crate::routing::trace::MAGIC;
-use crate::routing::{Demand, Profile, folder_of};
+use crate::profile::{Demand, Profile, folder_of};
+use crate::trace::MAGIC;
+use crate::units::MissRule;
 use anyhow::{Context, Result, anyhow, bail};
 use clap::builder::NonEmptyStringValueParser;
 use clap::{CommandFactory, Parser};
@@ -114,11 +115,11 @@ impl MoeFlags {
     fn add_environment(&mut self) -> Result<()> {
         fill(&mut self.perf_out, PERF_OUT, |_, path| Ok(path.into()))?;
         fill(&mut self.hot_cache, HOT_CACHE, |_, path| Ok(path.into()))?;
-        fill(&mut self.max_mib, HOT_CACHE_MAX_MIB, config::parse)?;
-        fill(&mut self.auto_reserve_mib, HOT_CACHE_AUTO_RESERVE_MIB, config::parse)?;
-        fill(&mut self.device, HOT_CACHE_DEVICE, config::parse)?;
-        fill(&mut self.update_rate, HOT_CACHE_UPDATE_RATE, config::parse)?;
-        fill(&mut self.miss, HOT_CACHE_MISS, config::parse)?;
+        fill(&mut self.max_mib, HOT_CACHE_MAX_MIB, options::parse)?;
+        fill(&mut self.auto_reserve_mib, HOT_CACHE_AUTO_RESERVE_MIB, options::parse)?;
+        fill(&mut self.device, HOT_CACHE_DEVICE, options::parse)?;
+        fill(&mut self.update_rate, HOT_CACHE_UPDATE_RATE, options::parse)?;
+        fill(&mut self.miss, HOT_CACHE_MISS, options::parse)?;
         fill(&mut self.trace_out, TRACE_OUT, |_, path| Ok(path.into()))
     }
 }
@@ -230,8 +231,9 @@ fn check_input(path: &Path, model: Option<&ModelFile>) -> Result<PathBuf> {
     let path = std::path::absolute(path).with_context(|| format!("{path:?}: expected a file name"))?;
     let demand = Demand::read(&path)?;
     if let Some(model) = model {
-        let other = |what| Error::OtherModel { profile: path.clone(), model: model.path().into(), what };
-        demand.check_model(model).map_err(other)?;
+        let other =
+            |what| Error::OtherModel { profile: path.clone(), model: model.path().into(), what: Box::new(what) };
+        check_model(&demand, model).map_err(other)?;
     }
     Ok(path)
 }

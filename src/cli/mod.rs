@@ -10,6 +10,7 @@ mod flags;
 mod launch;
 mod program;
 mod replay;
+mod same_model;
 
 use anyhow::anyhow;
 use clap::error::ErrorKind;

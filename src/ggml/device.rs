@@ -117,11 +117,6 @@ impl Device {
         (free as u64, total as u64)
     }
 
-    /// Address of the device, for use as an identity.
-    pub fn address(&self) -> usize {
-        self.0.as_ptr() as usize
-    }
-
     fn of_type(kind: sys::ggml_backend_dev_type) -> Option<Self> {
         // SAFETY: ggml returns NULL or a registered device.
         NonNull::new(unsafe { sys::ggml_backend_dev_by_type(kind) }).map(Self)

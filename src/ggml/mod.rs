@@ -30,7 +30,7 @@ pub use memory::{HostBlock, Memory};
 pub use tensor::{Ids, OwnIds, Tensor};
 
 /// The generated bindings to the pinned revision of ggml.
-#[allow(missing_docs, non_camel_case_types, non_snake_case, non_upper_case_globals)]
+#[allow(missing_docs, dead_code, non_camel_case_types, non_snake_case, non_upper_case_globals)]
 #[allow(unsafe_op_in_unsafe_fn, clippy::all, clippy::undocumented_unsafe_blocks)]
 pub mod sys {
     include!(concat!(env!("OUT_DIR"), "/ggml.rs"));

@@ -21,7 +21,7 @@ pub(crate) struct FakeDevice {
 
 impl FakeDevice {
     pub(crate) fn load() -> Self {
-        load(&crate::copy::testing::beside_this_program("libggml_fake.so"));
+        load(&crate::device::copy::testing::beside_this_program("libggml_fake.so"));
         let device = Device::named("FAKE0").unwrap();
         let set = device.proc_address(c"fake_set").unwrap();
         // SAFETY: FakeDevice documents this name with exactly this signature.

@@ -1,7 +1,7 @@
 //! A model on disk, all of its parts: what its expert tensors are and what identifies them.
 
 use super::{GgufFault, Header, TensorInfo};
-use crate::routing::{TensorId, layer_number};
+use crate::profile::{TensorId, layer_number};
 use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io;

@@ -4,11 +4,11 @@
 
 use super::Requests;
 use super::job::{Jobs, Rebuilt};
-use super::pool::Pool;
 use super::requests::Form;
-use crate::cache::{Expert, Slot};
+use crate::device::Pool;
 use crate::ggml::{Backend, BufferType, Device, Graph, HostBlock, Memory, PROBE_BYTES, Status, Transfer, Upload};
 use crate::moe::Ffn;
+use crate::units::{Expert, Slot};
 use crate::{Error, Result};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -209,7 +209,15 @@ mod tests {
         let (gate, up) = (b.mul_mat_id(weights(), x, ids), b.mul_mat_id(weights(), x, ids));
         let graph = b.graph(b.mul_mat_id(weights(), b.swiglu(gate, up), ids));
         let ffn = Arc::new(Ffn::recognise(&graph, &Block::recognise(&graph)[0]).unwrap());
-        let pool = Arc::new(Pool::allocate(BufferType::cpu().unwrap(), &ffn.weights, 2).unwrap().unwrap());
+        let pool = Arc::new(
+            Pool::allocate(
+                BufferType::cpu().unwrap(),
+                &ffn.weights.iter().map(crate::lanes::pool_tensor).collect::<Vec<_>>(),
+                2,
+            )
+            .unwrap()
+            .unwrap(),
+        );
         let lane = || HotLane::new(Device::cpu().unwrap(), false).unwrap();
         let (mut old, mut new) = (lane(), lane());
         let index = old.add_layer(&pool, &ffn, &[0, 1, 2]);

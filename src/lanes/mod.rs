@@ -6,10 +6,16 @@
 mod cold;
 mod hot;
 mod job;
-mod pool;
 mod requests;
 
 pub use cold::ColdLane;
-pub use hot::{HotIndex, HotLane, Trial, try_out};
-pub use pool::{Pool, PoolWriter, padding};
+pub use hot::{HotIndex, HotLane, try_out};
 pub use requests::{Form, Requests};
+
+use crate::device::PoolTensor;
+use crate::moe::WeightShape;
+
+/// The pool's tensor for an expert tensor: a slot for each of its experts.
+pub fn pool_tensor(shape: &WeightShape) -> PoolTensor {
+    PoolTensor { kind: shape.kind, ne: shape.ne, slot_dim: shape.expert_dim, slot_bytes: shape.expert_bytes }
+}

@@ -14,11 +14,6 @@ pub struct Requests {
 }
 
 impl Requests {
-    /// Room for `n` requests: adding up to `n` allocates nothing.
-    pub fn with_capacity(n: usize) -> Self {
-        Self { rows: Vec::with_capacity(n), ids: Vec::with_capacity(n) }
-    }
-
     /// Makes room for `n` requests and forgets all.
     pub fn reset(&mut self, n: usize) {
         self.rows.clear();
@@ -136,7 +131,7 @@ mod tests {
     use super::*;
 
     fn requests(list: &[(usize, i32)]) -> Requests {
-        let mut requests = Requests::with_capacity(list.len());
+        let mut requests = Requests::default();
         list.iter().enumerate().for_each(|(used, &(token, id))| requests.push(used, token, id));
         requests
     }

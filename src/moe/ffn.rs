@@ -62,12 +62,6 @@ pub struct WeightShape {
 }
 
 impl WeightShape {
-    /// A tensor that stands in no split.
-    #[cfg(test)]
-    pub(crate) fn for_test(kind: sys::ggml_type, ne: [i64; 4], expert_dim: usize, expert_bytes: usize) -> Self {
-        Self { kind, ne, expert_dim, expert_bytes, at: (0, 0) }
-    }
-
     /// The same tensor with room for `n` experts.
     pub fn ne_for(&self, n: i64) -> [i64; 4] {
         let mut ne = self.ne;

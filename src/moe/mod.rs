@@ -9,4 +9,4 @@ mod ffn;
 
 pub use block::{Block, Shape};
 pub use claim::Claims;
-pub use ffn::{Ffn, Rows, Source, Step, WeightShape};
+pub use ffn::{Ffn, Rows, Source, WeightShape};

@@ -3,8 +3,8 @@
 //! An instance's context is a boxed [`Context`].
 
 use super::{NAME, device, event, guard};
-use crate::engine::Context;
 use crate::ggml::{AbortCallback, Graph, Level, log, sys};
+use crate::runtime::Context;
 use std::ffi::{c_char, c_int, c_void};
 use std::ptr::null_mut;
 

@@ -3,8 +3,8 @@
 //! A buffer's context is the wrapped buffer.
 
 use super::{buffer_type, guard};
-use crate::engine::engine;
 use crate::ggml::{BufferType, Device, open_buffer, sys};
+use crate::runtime::engine;
 use std::ffi::c_void;
 use std::ptr::null_mut;
 

@@ -1,9 +1,9 @@
 //! The device: of type ACCEL, so that it stands between GPUs and CPU and is not counted as a GPU.
 
 use super::{NAME, Shared, backend, buffer, buffer_type, event, guard, registry};
-use crate::engine::engine;
 use crate::ggml::{BufferType, Tensor, sys};
 use crate::moe::Claims;
+use crate::runtime::engine;
 use std::ffi::{c_char, c_void};
 use std::ptr::{null, null_mut};
 use std::sync::OnceLock;

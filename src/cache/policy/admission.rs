@@ -25,12 +25,12 @@ impl CopyCost {
 
 /// The rule: a newcomer's score must be higher than that of the expert it would replace by a margin.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Admission {
+pub struct AdmissionRule {
     /// In the policy's own scores.
     margin: f32,
 }
 
-impl Admission {
+impl AdmissionRule {
     /// Any newcomer that is better.
     pub const ANY_BETTER: Self = Self { margin: 0.0 };
     /// Nobody: what is resident stays.

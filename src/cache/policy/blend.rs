@@ -1,9 +1,10 @@
 //! Recent use, lasting use, and what tends to follow the experts used now, in one score: `blend` in field.md.
 
+use super::Policy;
 use super::admission::CopyCost;
 use super::decayed::Decayed;
 use super::transitions::Transitions;
-use super::{Expert, Policy};
+use crate::units::Expert;
 
 /// Decay per call of the counter for recent use: field.md.
 const FAST_DECAY: f32 = 0.5;
@@ -104,7 +105,7 @@ impl Policy for Blend {
         &self.scores
     }
 
-    fn standing(&self) -> &[f32] {
+    fn long_term_scores(&self) -> &[f32] {
         self.slow.counts()
     }
 

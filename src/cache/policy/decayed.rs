@@ -1,6 +1,7 @@
 //! Counters that forget: each call counts less the longer ago it was.
 
-use super::{Expert, SEED_CALLS};
+use super::SEED_CALLS;
+use crate::units::Expert;
 
 /// Counters are scaled down once one call has grown to this.
 const MAX_STEP: f32 = (1u64 << 40) as f32;

@@ -1,34 +1,24 @@
 //! Which experts of one layer are worth a slot: policies that score experts, and the rule that decides on a copy.
 //!
-//! A [`Policy`] is told what was used and scores every expert. A [`Decider`] joins one with an [`Admission`], which says
+//! A [`Policy`] is told what was used and scores every expert. A [`ReplacementPolicy`] joins one with an [`AdmissionRule`], which says
 //! whether a missed expert is worth its copy. Each layer has its own. All of it is pure and deterministic, and after
 //! construction nothing here allocates. Knows no slots, copies, bytes or clocks: those are the caller's.
 
 mod admission;
-mod belady;
 mod blend;
 mod decayed;
-mod decider;
-mod fixed;
-mod lfu;
-mod look_ahead;
-mod lru;
-mod standing;
-#[cfg(test)]
-mod tests;
+mod ranks;
+mod replacement;
 mod transitions;
 
-pub use admission::{Admission, CopyCost};
-pub use belady::Belady;
+pub use admission::{AdmissionRule, CopyCost};
 pub use blend::{Blend, Weights};
-pub use decider::{Decider, Wish};
-pub use fixed::Fixed;
-pub use lfu::Lfu;
-pub use look_ahead::LookAhead;
-pub use lru::Lru;
-pub use standing::{ranks, worth_of_ranks};
+pub use decayed::Decayed;
+pub use ranks::{ranks, worth_of_ranks};
+pub use replacement::{Admission, ReplacementPolicy};
+pub use transitions::Transitions;
 
-use super::Expert;
+use crate::units::Expert;
 
 /// Scores the experts of one layer.
 ///
@@ -43,7 +33,7 @@ pub trait Policy {
     fn scores(&mut self) -> &[f32];
 
     /// What each expert is worth apart from the present moment, `[n_expert]`: what an earlier run is remembered by.
-    fn standing(&self) -> &[f32];
+    fn long_term_scores(&self) -> &[f32];
 
     /// Begins with what an earlier run found: uses per call that are expected of each expert, 0 to 1, `[n_expert]`.
     ///
@@ -63,8 +53,8 @@ impl<P: Policy + ?Sized> Policy for Box<P> {
         (**self).scores()
     }
 
-    fn standing(&self) -> &[f32] {
-        (**self).standing()
+    fn long_term_scores(&self) -> &[f32] {
+        (**self).long_term_scores()
     }
 
     fn seed(&mut self, worth: &[f32]) {

@@ -1,6 +1,6 @@
 //! Which experts follow which: learnt counts from one set of experts to the next.
 
-use super::Expert;
+use crate::units::Expert;
 use std::hint::black_box;
 
 /// How many uses the prior counts for: `blend` in field.md.

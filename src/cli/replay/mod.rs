@@ -5,8 +5,8 @@ mod report;
 
 use super::Failure;
 use crate::cache::policy::CopyCost;
-use crate::routing::Demand;
-use crate::routing::trace::Trace;
+use crate::profile::Demand;
+use crate::trace::Trace;
 use anyhow::{Context, Result, bail, ensure};
 use clap::{Args, ValueEnum};
 use play::{Case, play};

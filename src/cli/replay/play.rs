@@ -1,12 +1,11 @@
 //! One trace, one policy, one size.
 
 use super::{PolicyName, Warm};
-use crate::cache::policy::{
-    Admission, Belady, Blend, CopyCost, Decider, Fixed, Lfu, LookAhead, Lru, Policy, Weights, ranks, worth_of_ranks,
-};
-use crate::cache::replay::{Calls, Replay, Settings, Tally};
-use crate::routing::Demand;
-use crate::routing::trace::{LayerTrace, Trace};
+use crate::cache::policy::{AdmissionRule, Blend, CopyCost, Policy, ReplacementPolicy, Weights, ranks, worth_of_ranks};
+use crate::profile::Demand;
+use crate::replay::policies::{Belady, Fixed, Lfu, LookAhead, Lru};
+use crate::replay::{Replay, Settings, Tally};
+use crate::trace::{Calls, LayerTrace, Trace};
 
 /// What to play.
 pub struct Case<'a> {
@@ -56,7 +55,7 @@ fn sum(a: Tally, b: Tally) -> Tally {
 fn play_layer(layer: &LayerTrace, before: Option<&LayerTrace>, case: &Case<'_>) -> Tally {
     let info = layer.info;
     let settings = Settings { n_expert: info.n_expert, slots: case.slots, lag: case.cost.lag, inserts: case.inserts };
-    let mut replay = Replay::new(settings, decider(layer, case));
+    let mut replay = Replay::new(settings, policy(layer, case));
     let before = before.filter(|_| case.look_ahead);
     if let Some(before) = before {
         replay = replay.with_look_ahead(LookAhead::new(before.info.n_expert, info.n_expert, case.cost));
@@ -79,23 +78,23 @@ fn play_layer(layer: &LayerTrace, before: Option<&LayerTrace>, case: &Case<'_>) 
     replay.play_behind(before.map(|before| &before.decode), &layer.decode)
 }
 
-fn decider(layer: &LayerTrace, case: &Case<'_>) -> Decider<Box<dyn Policy>> {
+fn policy(layer: &LayerTrace, case: &Case<'_>) -> ReplacementPolicy<Box<dyn Policy>> {
     let n_expert = layer.info.n_expert;
     let (policy, admission): (Box<dyn Policy>, _) = match case.policy {
-        PolicyName::Lru => (Box::new(Lru::new(n_expert)), Admission::ANY_BETTER),
-        PolicyName::Lfu => (Box::new(Lfu::new(n_expert)), Admission::ANY_BETTER),
-        PolicyName::Blend => (Box::new(Blend::new(n_expert, Weights::QUICK)), Admission::ANY_BETTER),
-        PolicyName::Belady => (Box::new(belady(layer, case)), Admission::ANY_BETTER),
-        PolicyName::Fixed => (Box::new(Fixed::new(n_expert)), Admission::NOBODY),
+        PolicyName::Lru => (Box::new(Lru::new(n_expert)), AdmissionRule::ANY_BETTER),
+        PolicyName::Lfu => (Box::new(Lfu::new(n_expert)), AdmissionRule::ANY_BETTER),
+        PolicyName::Blend => (Box::new(Blend::new(n_expert, Weights::QUICK)), AdmissionRule::ANY_BETTER),
+        PolicyName::Belady => (Box::new(belady(layer, case)), AdmissionRule::ANY_BETTER),
+        PolicyName::Fixed => (Box::new(Fixed::new(n_expert)), AdmissionRule::NOBODY),
         PolicyName::Default | PolicyName::All => {
-            (Box::new(Blend::new(n_expert, Weights::fitting(case.cost))), Admission::priced(case.cost))
+            (Box::new(Blend::new(n_expert, Weights::fitting(case.cost))), AdmissionRule::priced(case.cost))
         }
     };
-    let mut decider = Decider::new(policy, admission);
+    let mut policy = ReplacementPolicy::new(policy, admission);
     if case.warm == Warm::Profile || case.policy == PolicyName::Fixed {
-        decider.seed(&profile_worth(layer, case));
+        policy.seed(&profile_worth(layer, case));
     }
-    decider
+    policy
 }
 
 /// Knows the prompt too where the policy sees it.
