@@ -67,7 +67,7 @@ impl RegressionGuard {
     }
 
     /// A call with the cache took so long. `Some` when it has lost for long; it is told once per loss.
-    pub fn was_parted(&mut self, ns: f64) -> Option<Loss> {
+    pub fn was_partitioned(&mut self, ns: f64) -> Option<Loss> {
         self.window_ns += ns;
         self.window_calls += 1;
         if self.window_calls < WINDOW {
@@ -95,7 +95,7 @@ mod tests {
         for _ in 0..n_calls {
             if guard.wants_reference() {
                 guard.was_cold(cold_ns);
-            } else if let Some(loss) = guard.was_parted(ours_ns) {
+            } else if let Some(loss) = guard.was_partitioned(ours_ns) {
                 return (guard, Some(loss));
             }
         }
@@ -120,7 +120,7 @@ mod tests {
     fn a_bad_moment_is_not_a_loss() {
         let (mut guard, loss) = session(900.0, 500.0, (LOST_WINDOWS - 1) * WINDOW);
         assert_eq!(loss, None);
-        assert!((0..LONG).all(|_| guard.was_parted(300.0).is_none()));
+        assert!((0..LONG).all(|_| guard.was_partitioned(300.0).is_none()));
     }
 
     #[test]
@@ -136,6 +136,6 @@ mod tests {
     #[test]
     fn nothing_is_judged_before_all_cold_calls_are_known() {
         let mut guard = RegressionGuard::default();
-        assert!((0..LONG).all(|_| guard.was_parted(900.0).is_none()));
+        assert!((0..LONG).all(|_| guard.was_partitioned(900.0).is_none()));
     }
 }

@@ -12,6 +12,6 @@ mod slots;
 
 pub use cost::{Call, MissCosts};
 pub use guard::{Loss, RegressionGuard, gains_nothing};
-pub use plan::{LayerDemand, LayerPlan, Plan, Refusal, SlotRule, Spare, TensorBytes};
-pub use policy::{Blend, CopyCost, ReplacementPolicy, ranks, worth_of_ranks};
+pub use plan::{LayerDemand, LayerPlan, Plan, PlanError, SlotRule, Spare, TensorBytes};
+pub use policy::{Admission, Blend, CopyCost, ReplacementPolicy, ranks, worth_of_ranks};
 pub use slots::{SlotState, Slots};

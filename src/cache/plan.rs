@@ -124,7 +124,7 @@ pub enum SlotRule {
 /// Why there is no plan.
 #[non_exhaustive]
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Refusal {
+pub enum PlanError {
     /// Nothing to plan for.
     #[error("no layer with experts was found")]
     NoLayers,
@@ -158,7 +158,7 @@ pub enum Refusal {
     },
 }
 
-impl Refusal {
+impl PlanError {
     /// The same in numbers that count what is needed besides the experts.
     pub fn beside(self, other: Bytes) -> Self {
         match self {
@@ -176,8 +176,8 @@ impl Plan {
     ///
     /// Fails if no layer has experts, if a layer's counts are not one per expert, or if `rule` asks for more slots than the
     /// budget holds. A larger budget never gets fewer slots per layer, nor fewer expected hits.
-    pub fn new(layers: &[LayerDemand], budget: Bytes, rule: SlotRule) -> Result<Self, Refusal> {
-        let n_expert = layers.iter().map(|layer| layer.n_expert).max().filter(|&n| n > 0).ok_or(Refusal::NoLayers)?;
+    pub fn new(layers: &[LayerDemand], budget: Bytes, rule: SlotRule) -> Result<Self, PlanError> {
+        let n_expert = layers.iter().map(|layer| layer.n_expert).max().filter(|&n| n > 0).ok_or(PlanError::NoLayers)?;
         let rankings = layers.iter().map(Ranking::new).collect::<Result<Vec<_>, _>>()?;
         let fit = largest(n_expert, |slots| fits(even_bytes(layers, slots), budget));
         let (slots_per_layer, slots) = match rule {
@@ -224,10 +224,10 @@ struct Ranking {
 }
 
 impl Ranking {
-    fn new(demand: &LayerDemand) -> Result<Self, Refusal> {
+    fn new(demand: &LayerDemand) -> Result<Self, PlanError> {
         let counts = demand.counts.as_deref().unwrap_or_default();
         if demand.counts.is_some() && counts.len() != usize::from(demand.n_expert) {
-            return Err(Refusal::Counts { layer: demand.layer, counts: counts.len(), n_expert: demand.n_expert });
+            return Err(PlanError::Counts { layer: demand.layer, counts: counts.len(), n_expert: demand.n_expert });
         }
         let mut experts: Vec<_> = (0..=u16::MAX).map(Expert).zip(counts.iter().copied()).collect();
         experts.retain(|&(_, count)| count > 0);
@@ -289,13 +289,13 @@ fn even_bytes(layers: &[LayerDemand], even: u16) -> Bytes {
     layers.iter().map(|layer| layer.pool_bytes(layer.capped(even))).sum()
 }
 
-fn require_a_third(layers: &[LayerDemand], slots: u16, budget: Bytes) -> Result<(), Refusal> {
-    let most = layers.iter().max_by_key(|layer| layer.third()).ok_or(Refusal::NoLayers)?;
+fn require_a_third(layers: &[LayerDemand], slots: u16, budget: Bytes) -> Result<(), PlanError> {
+    let most = layers.iter().max_by_key(|layer| layer.third()).ok_or(PlanError::NoLayers)?;
     let needed = most.third();
     if slots >= needed {
         return Ok(());
     }
-    Err(Refusal::TooFewSlots { slots, needed, n_used: most.n_used, budget, needed_bytes: even_bytes(layers, needed) })
+    Err(PlanError::TooFewSlots { slots, needed, n_used: most.n_used, budget, needed_bytes: even_bytes(layers, needed) })
 }
 
 /// Slots per layer when what `even` slots leave of the budget buys one more where it earns most hits per byte.

@@ -4,6 +4,8 @@
 
 pub mod copy;
 pub mod cuda;
+mod memory;
 mod pool;
 
+pub use memory::{DeviceMemory, Limit, Reservation};
 pub use pool::{Pool, PoolTensor, PoolWriter, padding};

@@ -71,6 +71,14 @@ impl Builder {
         }
     }
 
+    /// The same as [`Builder::allocate`], in memory that other threads may read, as that of the plugin's own buffers. `leaf`:
+    /// any tensor made so far.
+    pub(crate) fn allocate_shared(&self, leaf: Tensor<'_>) {
+        self.allocate();
+        // SAFETY: the buffer is leaked, so that its memory never goes.
+        unsafe { super::open_buffer(leaf.buffer().unwrap().address()) };
+    }
+
     /// Gives every tensor made so far zeroed CPU memory.
     pub(crate) fn allocate(&self) {
         let cpu = BufferType::cpu().unwrap().as_raw();
@@ -88,6 +96,14 @@ impl Builder {
         assert!(size <= tensor.n_bytes());
         // SAFETY: `allocate` gave the tensor memory of its own, at least `size` bytes.
         unsafe { sys::ggml_backend_tensor_set(tensor.as_raw(), values.as_ptr().cast(), 0, size) };
+    }
+
+    /// A tensor's numbers.
+    pub(crate) fn read(&self, tensor: Tensor<'_>) -> Vec<f32> {
+        let mut values = vec![0.0; tensor.n_bytes() / size_of::<f32>()];
+        // SAFETY: `allocate` gave the tensor memory of its own, and the vector has room for all of it.
+        unsafe { sys::ggml_backend_tensor_get(tensor.as_raw(), values.as_mut_ptr().cast(), 0, tensor.n_bytes()) };
+        values
     }
 
     /// Gives a tensor a name.
@@ -112,6 +128,12 @@ impl Builder {
             Graph::from_raw(self.graph)
         }
         .unwrap()
+    }
+
+    /// Everything that has been added to the graph so far.
+    pub(crate) fn whole_graph(&self) -> Graph<'_> {
+        // SAFETY: the graph lives in our context.
+        unsafe { Graph::from_raw(self.graph) }.unwrap()
     }
 
     /// A graph of everything that `result` needs.

@@ -4,7 +4,7 @@
 
 use super::{buffer_type, guard};
 use crate::ggml::{BufferType, Device, open_buffer, sys};
-use crate::runtime::engine;
+use crate::runtime::runtime;
 use std::ffi::c_void;
 use std::ptr::null_mut;
 
@@ -24,7 +24,7 @@ const INTERFACE: sys::ggml_backend_buffer_i = sys::ggml_backend_buffer_i {
 
 /// The GPU's page-locked memory, if there is such a GPU and the user has not ruled it out (`--no-host`).
 pub(super) fn pinned_type() -> Option<BufferType> {
-    if engine().config().no_host { None } else { Device::gpu()?.host_buffer_type() }
+    if runtime().config().no_host { None } else { Device::gpu()?.host_buffer_type() }
 }
 
 /// New host memory: page-locked where possible, as stock does for experts, else plain. NULL if neither is to be had.
@@ -57,7 +57,7 @@ pub(super) unsafe fn from_host_memory(data: *mut c_void, size: usize) -> sys::gg
 /// # Safety
 /// `inner` is a valid host buffer; its ownership passes to the new buffer.
 unsafe fn wrap(inner: sys::ggml_backend_buffer_t) -> sys::ggml_backend_buffer_t {
-    engine().buffer_made();
+    runtime().buffer_made();
     // SAFETY: `inner` is valid; ggml owns and later deletes the struct it makes here. `free_buffer`, which ggml calls
     // before that, has the engine close the buffer.
     unsafe {
@@ -77,7 +77,7 @@ unsafe fn inner(buffer: sys::ggml_backend_buffer_t) -> sys::ggml_backend_buffer_
 
 unsafe extern "C" fn free_buffer(buffer: sys::ggml_backend_buffer_t) {
     guard("freeing a buffer", (), || {
-        engine().forget_buffer(buffer as usize);
+        runtime().forget_buffer(buffer as usize);
         // SAFETY: ggml frees each of our buffers once; nothing reads the range after `forget_buffer`.
         unsafe { sys::ggml_backend_buffer_free(inner(buffer)) }
     });

@@ -3,7 +3,7 @@
 use super::{NAME, Shared, backend, buffer, buffer_type, event, guard, registry};
 use crate::ggml::{BufferType, Tensor, sys};
 use crate::moe::Claims;
-use crate::runtime::engine;
+use crate::runtime::runtime;
 use std::ffi::{c_char, c_void};
 use std::ptr::{null, null_mut};
 use std::sync::OnceLock;
@@ -110,12 +110,12 @@ unsafe extern "C" fn supports_buft(_: sys::ggml_backend_dev_t, kind: sys::ggml_b
 fn claims() -> &'static Claims {
     static CLAIMS: OnceLock<Claims> = OnceLock::new();
     CLAIMS.get_or_init(|| {
-        let engine = engine();
-        let config = engine.config();
+        let runtime = runtime();
+        let config = runtime.config();
         Claims {
             buffer_type: buffer_type::ours(),
             offload_min_batch: config.offload_min_batch,
-            takes_experts: engine.takes_experts(),
+            takes_experts: runtime.takes_experts(),
             unplaced: config.claim_unplaced,
         }
     })

@@ -1,7 +1,8 @@
-//! The hot device: which one it is, how much of its memory is ours, and whether it still works.
+//! The hot device: which one it is, what copies to it cost, and whether it still works.
 
-use super::model::cache::ModelCache;
+use super::model::fetch_queue::FetchQueue;
 use crate::cache::{CopyCost, MissCosts};
+use crate::device::{DeviceMemory, Limit};
 use crate::ggml::{Device, Level, log};
 use crate::options::{Budget, Config};
 use crate::units::Bytes;
@@ -9,74 +10,83 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
-/// What a device may round an allocation up to. More than that in its report is someone else's.
-const GRANULARITY: Bytes = Bytes(2 << 20);
-
-/// What a backend instance takes of a device at most. More than that is someone else's.
-const MOST_OF_INSTANCE: Bytes = Bytes::from_mib(512);
+/// Why there is no hot device, in words for users.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum NoDevice {
+    /// None was named, and none can be chosen.
+    #[error("no GPU with memory of its own was found (--moe-hot-cache-device names another device)")]
+    NoGpu,
+    /// The named one has no memory to hold anything in.
+    #[error("{0} is no device that can hold experts")]
+    HoldsNothing(String),
+    /// There is none of that name.
+    #[error("no device is called {name:?}; expected one of {}", known.join(", "))]
+    Unknown {
+        /// The name.
+        name: String,
+        /// Those that there are.
+        known: Vec<String>,
+    },
+}
 
 /// Chooses the device: the one that was named, else the first GPU of this machine with memory of its own.
-///
-/// The error is a reason for users.
-pub fn choose(config: &Config) -> Result<Device, String> {
-    let Some(name) = &config.device else {
-        return Device::local_gpu().ok_or_else(|| {
-            "no GPU with memory of its own was found (--moe-hot-cache-device names another device)".into()
-        });
-    };
+fn choose(config: &Config) -> Result<Device, NoDevice> {
+    let Some(name) = &config.device else { return Device::local_gpu().ok_or(NoDevice::NoGpu) };
     match Device::named(name) {
         Some(device) if device.buffer_type().is_some() && !device.is_ours() => Ok(device),
-        Some(_) => Err(format!("{name} is no device that can hold experts")),
+        Some(_) => Err(NoDevice::HoldsNothing(name.clone())),
         None => {
-            let names: Vec<_> = Device::all().filter(|device| !device.is_ours()).map(|device| device.name()).collect();
-            Err(format!("no device is called {name:?}; expected one of {}", names.join(", ")))
+            let known = Device::all().filter(|device| !device.is_ours()).map(|device| device.name().into_owned());
+            Err(NoDevice::Unknown { name: name.clone(), known: known.collect() })
         }
     }
 }
 
-/// One device and what all models together use of it.
+/// The device that holds experts, for all models.
 pub struct HotDevice {
-    device: Device,
-    budget: Budget,
-    reserve: Bytes,
-    used: Mutex<Bytes>,
+    memory: Arc<DeviceMemory>,
     /// What copies and misses cost. Locked for a few operations on numbers.
     costs: Mutex<MissCosts>,
-    /// Calls of a layer between a wish and its landing: a moving average, in [`LAG_UNITS`].
+    /// Calls of a layer between the decision on a copy and its landing: a moving average, in fractions of [`LAG_UNITS`].
     lag: AtomicU32,
-    /// Models' caches that are on it.
-    caches: Mutex<Vec<Weak<ModelCache>>>,
+    /// The queues of the caches that are on it.
+    queues: Mutex<Vec<Weak<FetchQueue>>>,
     off: AtomicBool,
 }
 
 /// Fractions of a call that lags are kept in.
 const LAG_UNITS: u32 = 16;
 
-/// Bytes of the device's memory that count against the budget until dropped.
-pub struct Claim {
-    owner: Arc<HotDevice>,
-    bytes: Bytes,
-}
-
 impl HotDevice {
-    /// Nothing used yet.
+    /// The device that the user has named, or that suits best.
+    pub fn choose(config: &Config) -> Result<Arc<Self>, NoDevice> {
+        choose(config).map(|device| Arc::new(Self::new(device, config)))
+    }
+
+    /// Nothing on it yet.
     pub fn new(device: Device, config: &Config) -> Self {
-        let reserve = Bytes::from_mib(config.auto_reserve_mib);
+        let limit = match config.max_mib {
+            Budget::Off => Limit::Nothing,
+            Budget::Mib(mib) => Limit::AtMost(Bytes::from_mib(mib)),
+            Budget::Automatic => Limit::FreeLess(Bytes::from_mib(config.auto_reserve_mib)),
+        };
         Self {
-            device,
-            budget: config.max_mib,
-            reserve,
-            used: Mutex::default(),
+            memory: Arc::new(DeviceMemory::new(device, limit)),
             costs: Mutex::default(),
             lag: AtomicU32::new(0),
-            caches: Mutex::default(),
+            queues: Mutex::default(),
             off: AtomicBool::new(false),
         }
     }
 
     /// The device.
     pub fn device(&self) -> Device {
-        self.device
+        self.memory.device()
+    }
+
+    /// Its memory.
+    pub fn memory(&self) -> &Arc<DeviceMemory> {
+        &self.memory
     }
 
     /// Whether it has failed.
@@ -86,26 +96,29 @@ impl HotDevice {
 
     /// Gives the device up for the rest of the session and says why, once.
     pub fn turn_off(&self, reason: &str) {
-        if !self.off.swap(true, Relaxed) {
-            let name = self.device.name();
-            log(
-                Level::Warn,
-                &format!("hot cache off on {name}: {reason}; experts run on the CPU, answers stay the same"),
-            );
-            let caches = std::mem::take(&mut *self.caches());
-            caches.iter().filter_map(Weak::upgrade).for_each(|cache| cache.end());
+        if self.off.swap(true, Relaxed) {
+            return;
+        }
+        let name = self.device().name();
+        let what = format!("hot cache off on {name}: {reason}; experts run on the CPU, answers stay the same");
+        log(Level::Warn, &what);
+        let queues = std::mem::take(&mut *self.queues());
+        queues.iter().filter_map(Weak::upgrade).for_each(|queue| queue.end());
+    }
+
+    /// Notes the queue of a cache on it, to be ended if the device fails.
+    pub fn register(&self, queue: &Arc<FetchQueue>) {
+        let mut queues = self.queues();
+        queues.retain(|queue| queue.strong_count() > 0);
+        queues.push(Arc::downgrade(queue));
+        drop(queues);
+        if self.is_off() {
+            queue.end();
         }
     }
 
-    /// Notes a model's cache, to be ended if the device fails.
-    pub fn register(&self, cache: &Arc<ModelCache>) {
-        let mut caches = self.caches();
-        caches.retain(|cache| cache.strong_count() > 0);
-        caches.push(Arc::downgrade(cache));
-    }
-
-    fn caches(&self) -> MutexGuard<'_, Vec<Weak<ModelCache>>> {
-        self.caches.lock().unwrap_or_else(PoisonError::into_inner)
+    fn queues(&self) -> MutexGuard<'_, Vec<Weak<FetchQueue>>> {
+        self.queues.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// What copies and misses cost.
@@ -113,8 +126,8 @@ impl HotDevice {
         self.costs.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A copy in the background has landed: how long the host was at it, how long it took if none was before it, and how
-    /// many calls late it came.
+    /// A copy in the background has landed. `staging`: time that the host spent on it; `took`: time until it landed, if no
+    /// other copy was before it; `lag`: calls of its layer between decision and landing.
     pub fn copied(&self, staging: Duration, took: Option<Duration>, lag: Option<u32>) {
         let ns = |duration: Duration| duration.as_nanos() as f32;
         self.costs().learn_background(ns(staging), took.map(ns));
@@ -129,63 +142,5 @@ impl HotDevice {
     pub fn copy_cost(&self) -> Option<CopyCost> {
         let price = self.costs().copy_in_misses()?;
         Some(CopyCost { price, lag: self.lag.load(Relaxed) / LAG_UNITS })
-    }
-
-    /// Bytes that may still be taken, measured now: contexts, draft models and projectors come late.
-    pub fn available(&self) -> Bytes {
-        self.available_beside(*self.used())
-    }
-
-    fn available_beside(&self, used: Bytes) -> Bytes {
-        let free = || Bytes(self.device.memory().0);
-        match self.budget {
-            Budget::Off => Bytes(0),
-            Budget::Automatic => free().saturating_sub(self.reserve),
-            Budget::Mib(mib) => {
-                let left = Bytes::from_mib(mib).saturating_sub(used);
-                // A device that reports no memory at all does not tell.
-                if self.device.memory() == (0, 0) { left } else { left.min(free()) }
-            }
-        }
-    }
-
-    /// Takes `bytes` for what `allocate` makes; `None` if there is no room or it makes nothing.
-    ///
-    /// Counts what the device itself reports, where it rounds up.
-    pub fn allocate<T>(self: &Arc<Self>, bytes: Bytes, allocate: impl FnOnce() -> Option<T>) -> Option<(T, Claim)> {
-        let mut used = self.used();
-        if self.available_beside(*used) < bytes {
-            return None;
-        }
-        let (before, _) = self.device.memory();
-        let made = allocate()?;
-        let (after, _) = self.device.memory();
-        let reported = Bytes(before.saturating_sub(after)).min(bytes.saturating_add(GRANULARITY));
-        let bytes = if self.device.has_memory_of_its_own() { bytes.max(reported) } else { bytes };
-        *used = used.saturating_add(bytes);
-        Some((made, Claim { owner: self.clone(), bytes }))
-    }
-
-    /// Counts what `make` takes of the device, whatever it is.
-    pub fn measure<T>(self: &Arc<Self>, make: impl FnOnce() -> T) -> (T, Claim) {
-        let mut used = self.used();
-        let (before, _) = self.device.memory();
-        let made = make();
-        let (after, _) = self.device.memory();
-        let is_its_own = self.device.has_memory_of_its_own();
-        let bytes = if is_its_own { Bytes(before.saturating_sub(after)).min(MOST_OF_INSTANCE) } else { Bytes(0) };
-        *used = used.saturating_add(bytes);
-        (made, Claim { owner: self.clone(), bytes })
-    }
-
-    fn used(&self) -> MutexGuard<'_, Bytes> {
-        self.used.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl Drop for Claim {
-    fn drop(&mut self) {
-        let mut used = self.owner.used();
-        *used = used.saturating_sub(self.bytes);
     }
 }

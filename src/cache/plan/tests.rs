@@ -40,7 +40,7 @@ fn a_pool_is_each_tensor_with_its_padding_rounded_up() {
 #[test]
 fn no_budget_is_refused_unless_no_slots_are_wanted() {
     let refusal = Plan::new(&small(2), Bytes(0), SlotRule::AtLeastAThird).unwrap_err();
-    assert!(matches!(refusal, Refusal::TooFewSlots { slots: 0, needed: 3, .. }), "{refusal}");
+    assert!(matches!(refusal, PlanError::TooFewSlots { slots: 0, needed: 3, .. }), "{refusal}");
     let none = plan(&small(2), 0, SlotRule::Exactly(0));
     assert_eq!((slots(&none), none.bytes, none.fills.len()), (vec![0, 0], Bytes(0), 0));
     assert_eq!(none.expected_hit_rate, Some(0.0));
@@ -166,8 +166,8 @@ fn a_layer_with_all_its_experts_has_enough() {
 #[test]
 fn no_layers_and_another_models_counts_are_refused() {
     let refused = |layers: &[LayerDemand]| Plan::new(layers, Bytes::MAX, SlotRule::Exactly(1)).unwrap_err();
-    assert_eq!(refused(&[]), Refusal::NoLayers);
-    assert_eq!(refused(&[layer(0, 0, Bytes(1), None)]), Refusal::NoLayers);
+    assert_eq!(refused(&[]), PlanError::NoLayers);
+    assert_eq!(refused(&[layer(0, 0, Bytes(1), None)]), PlanError::NoLayers);
     let refusal = refused(&[layer(5, 4, Bytes(1), Some(vec![1; 8]))]).to_string();
     assert_eq!(refusal, "layer 5: the profile counts 8 experts; expected 4");
 }

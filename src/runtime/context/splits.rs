@@ -3,9 +3,10 @@
 use crate::ggml::Graph;
 use crate::lanes::HotIndex;
 use crate::moe::{Block, Ffn, Shape};
-use crate::runtime::Engine;
 use crate::runtime::model::Model;
-use crate::runtime::model::layer::{Layer, LayerCache};
+use crate::runtime::model::layer::Layer;
+use crate::runtime::model::layer_cache::LayerCache;
+use crate::runtime::registry::Runtime;
 use std::collections::HashMap;
 use std::num::NonZeroU64;
 use std::sync::{Arc, Weak};
@@ -13,44 +14,44 @@ use std::sync::{Arc, Weak};
 /// Splits remembered by uid. Enough for every layer of a few graphs; cleared when full.
 const MAX_KNOWN_SPLITS: usize = 1024;
 
-/// Recipes of one context that are kept. Models have one to three; each scale of an adapter makes another.
-const MAX_RECIPES: usize = 64;
+/// FFN templates of one context that are kept. Models have one to three; each scale of an adapter makes another.
+const MAX_TEMPLATES: usize = 64;
 
 /// What one context has recognised.
 pub struct Splits {
-    engine: &'static Engine,
+    runtime: &'static Runtime,
     /// The context's model, once a layer was seen.
     pub model: Option<Arc<Model>>,
-    known: HashMap<NonZeroU64, Vec<Seen>>,
+    known: HashMap<NonZeroU64, Vec<ResolvedBlock>>,
     /// The last split that had no uid.
-    nameless: Vec<Seen>,
-    /// Every recipe, once.
-    ffns: Vec<Arc<Ffn>>,
+    nameless: Vec<ResolvedBlock>,
+    /// Every FFN template, once.
+    templates: Vec<Arc<Ffn>>,
     /// How often all of them were forgotten.
     n_forgotten: u32,
 }
 
 /// A block and the layer whose requests it stands for.
-pub struct Seen {
+pub struct ResolvedBlock {
     pub block: Block,
     pub layer: Arc<Layer>,
     /// Experts that these weights hold.
     pub n_expert: u32,
-    /// Whether this part of the layer is the one that is counted.
-    pub counts: bool,
+    /// Whether the layer is counted by this block.
+    pub is_counted: bool,
     /// How to compute some of its requests; `None`: only whole, on the CPU.
-    pub ffn: Option<Arc<Ffn>>,
-    /// Where the hot lane keeps it.
-    pub hot: Known,
+    pub template: Option<Arc<Ffn>>,
+    /// What the hot lane knows of it.
+    pub hot: HotBlock,
 }
 
 /// What a context's hot lane knows of a block. It does not keep the cache alive.
 #[derive(Default)]
-pub enum Known {
+pub enum HotBlock {
     /// Nothing yet.
     #[default]
-    Nothing,
-    /// Its place in the lane, for this cache.
+    Unknown,
+    /// Its layer's index in the lane, for this cache.
     Ready(Weak<LayerCache>, HotIndex),
     /// That it cannot be computed with this cache.
     Refused(Weak<LayerCache>),
@@ -58,17 +59,24 @@ pub enum Known {
 
 impl Splits {
     /// Nothing recognised yet.
-    pub fn new(engine: &'static Engine) -> Self {
-        Self { engine, model: None, known: HashMap::new(), nameless: Vec::new(), ffns: Vec::new(), n_forgotten: 0 }
+    pub fn new(runtime: &'static Runtime) -> Self {
+        Self {
+            runtime,
+            model: None,
+            known: HashMap::new(),
+            nameless: Vec::new(),
+            templates: Vec::new(),
+            n_forgotten: 0,
+        }
     }
 
-    /// How often all recipes were forgotten: what was made for them is of no use any more.
+    /// How often all templates were forgotten: what was made for them is of no use any more.
     pub fn n_forgotten(&self) -> u32 {
         self.n_forgotten
     }
 
-    /// The blocks of a split, and the model whose they are.
-    pub fn blocks(&mut self, split: &Graph<'_>) -> (&mut [Seen], Option<&Arc<Model>>) {
+    /// The blocks of a split, and the model that they belong to.
+    pub fn blocks(&mut self, split: &Graph<'_>) -> (&mut [ResolvedBlock], Option<&Arc<Model>>) {
         let Some(uid) = split.uid() else {
             self.nameless = self.recognise(split);
             return (&mut self.nameless, self.model.as_ref());
@@ -83,67 +91,68 @@ impl Splits {
         (self.known.get_mut(&uid).map_or(&mut [], Vec::as_mut_slice), self.model.as_ref())
     }
 
-    fn recognise(&mut self, split: &Graph<'_>) -> Vec<Seen> {
+    fn recognise(&mut self, split: &Graph<'_>) -> Vec<ResolvedBlock> {
         let blocks = Block::recognise(split);
         let is_alone = blocks.len() == 1;
         blocks.into_iter().filter_map(|block| self.resolve(split, block, is_alone)).collect()
     }
 
     /// Finds the layer of a block and makes all of the block's weights known to the model.
-    fn resolve(&mut self, split: &Graph<'_>, block: Block, is_alone: bool) -> Option<Seen> {
+    fn resolve(&mut self, split: &Graph<'_>, block: Block, is_alone: bool) -> Option<ResolvedBlock> {
         let n_used = u32::try_from(block.ids(split)?.ne(0)).unwrap_or(u32::MAX);
         let n_expert = u32::try_from(block.n_expert(split)?).unwrap_or(u32::MAX);
         let mut found: Option<(Arc<Layer>, bool)> = None;
         for weights in block.weights(split) {
-            let layer = self.engine.layer_of(&mut self.model, weights, n_used)?;
-            let counts = layer.is_counted_by(weights);
-            if found.is_none() || counts {
-                found = Some((layer, counts));
+            let layer = self.runtime.layer_of(&mut self.model, weights, n_used)?;
+            let is_counted = layer.is_counted_by(weights);
+            if found.is_none() || is_counted {
+                found = Some((layer, is_counted));
             }
         }
-        let (layer, counts) = found?;
-        layer.saw(block.shape());
-        let mut seen = Seen { block, layer, n_expert, counts, ffn: None, hot: Known::Nothing };
-        // A trace tells the size of an expert, which the recipe knows.
-        if self.engine.caches() || self.engine.config().trace_out.is_some() {
-            seen.ffn = self.recipe(split, &seen, is_alone);
+        let (layer, is_counted) = found?;
+        layer.record_shape(block.shape());
+        let hot = HotBlock::Unknown;
+        let mut resolved = ResolvedBlock { block, layer, n_expert, is_counted, template: None, hot };
+        // A trace tells the size of an expert, which the template knows.
+        if self.runtime.caches() || self.runtime.config().trace_out.is_some() {
+            resolved.template = self.template(split, &resolved, is_alone);
         }
-        Some(seen)
+        Some(resolved)
     }
 
     /// How to compute some of the block's requests, if it is the layer's expert FFN, whole and alone in its split.
-    fn recipe(&mut self, split: &Graph<'_>, seen: &Seen, is_alone: bool) -> Option<Arc<Ffn>> {
-        if !seen.counts || split.is_empty() || seen.block.ids(split)?.ne(1) == 0 {
+    fn template(&mut self, split: &Graph<'_>, resolved: &ResolvedBlock, is_alone: bool) -> Option<Arc<Ffn>> {
+        if !resolved.is_counted || split.is_empty() || resolved.block.ids(split)?.ne(1) == 0 {
             return None;
         }
-        let recognised = match (is_alone, seen.block.shape()) {
+        let recognised = match (is_alone, resolved.block.shape()) {
             (false, _) => Err("several blocks in one split"),
             (true, Shape::Partial(reason)) => Err(reason),
-            (true, _) => Ffn::recognise(split, &seen.block),
+            (true, _) => Ffn::recognise(split, &resolved.block),
         };
-        let ffn = match recognised {
-            Ok(ffn) => self.shared(ffn),
+        let template = match recognised {
+            Ok(template) => self.shared(template),
             Err(reason) => {
-                seen.layer.saw_refusal(reason);
+                resolved.layer.record_refusal(reason);
                 return None;
             }
         };
-        seen.layer.saw_recipe(split, &ffn);
-        Some(ffn)
+        resolved.layer.record_template(split, &template);
+        Some(template)
     }
 
-    /// The one copy of a recipe that all equal layers share.
-    fn shared(&mut self, ffn: Ffn) -> Arc<Ffn> {
-        if let Some(known) = self.ffns.iter().find(|known| ***known == ffn) {
+    /// The one copy of a template that all equal layers share.
+    fn shared(&mut self, template: Ffn) -> Arc<Ffn> {
+        if let Some(known) = self.templates.iter().find(|known| ***known == template) {
             return known.clone();
         }
-        if self.ffns.len() >= MAX_RECIPES {
+        if self.templates.len() >= MAX_TEMPLATES {
             // A server whose requests each have another adapter scale: begin anew.
-            self.ffns.clear();
+            self.templates.clear();
             self.known.clear();
             self.n_forgotten += 1;
         }
-        self.ffns.push(Arc::new(ffn));
-        self.ffns[self.ffns.len() - 1].clone()
+        self.templates.push(Arc::new(template));
+        self.templates[self.templates.len() - 1].clone()
     }
 }

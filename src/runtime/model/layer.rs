@@ -1,19 +1,13 @@
 //! One MoE layer of a model: its counts, the tensors that make up its experts, and its cache.
 
-use super::cache::ModelCache;
-use super::policy::Learner;
-use crate::Result;
-use crate::cache::Slots;
-use crate::device::{Pool, PoolWriter};
+use super::layer_cache::LayerCache;
 use crate::ggml::{Graph, SharedWeights, Tensor};
 use crate::moe::{Ffn, Shape, WeightShape};
 use crate::profile::LayerCounts;
-use crate::runtime::hot_device::HotDevice;
-use crate::units::{Expert, Slot};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Recipes of one layer that are remembered: each scale of an adapter makes another.
-const MAX_RECIPES: usize = 8;
+/// FFN templates of one layer that are remembered: each scale of an adapter makes another.
+const MAX_TEMPLATES: usize = 8;
 
 /// Which tensor of which live buffer.
 pub type WeightKey = (usize, usize);
@@ -29,266 +23,141 @@ pub struct Layer {
     pub counts: LayerCounts,
     /// Experts per token.
     pub n_used: u32,
-    /// The weights whose MUL_MAT_ID stands for the layer: the first of them that was seen.
+    /// Name of the weights whose MUL_MAT_ID stands for the layer: the first that appeared.
     representative: String,
-    seen: Mutex<Sight>,
+    info: Mutex<LayerInfo>,
     cache: Mutex<Option<Arc<LayerCache>>>,
 }
 
-/// What has been seen of a layer.
+/// What is known of a layer from its splits.
 #[derive(Clone)]
-pub struct Sight {
-    /// The most complete one.
+pub struct LayerInfo {
+    /// How complete its block is: the most complete one that appeared.
     pub shape: Shape,
-    /// Every expert tensor of its recipes.
-    pub parts: Vec<Part>,
-    /// Its recipes: one, as a rule; another with LoRA.
-    pub ffns: Vec<Arc<Ffn>>,
+    /// Every expert tensor of its FFN templates.
+    pub tensors: Vec<ExpertTensor>,
+    /// Its FFN templates: one, as a rule; another with LoRA.
+    pub templates: Vec<Arc<Ffn>>,
     /// Why the last block that could not be cached could not.
     pub reason: Option<&'static str>,
 }
 
 /// One expert tensor of a layer.
 #[derive(Clone)]
-pub struct Part {
-    key: WeightKey,
-    /// As the recipe sees it.
+pub struct ExpertTensor {
+    /// Which tensor of which buffer.
+    pub key: WeightKey,
+    /// As the FFN template sees it.
     pub shape: WeightShape,
     /// All experts' bytes.
     pub weights: SharedWeights,
-}
-
-/// A layer's pool and what each slot holds.
-pub struct LayerCache {
-    /// Device memory.
-    pub pool: Arc<Pool>,
-    /// The way into it.
-    pub writer: Arc<PoolWriter>,
-    /// Locked for as long as it takes to look up a batch's experts, to learn from them, or to change one slot.
-    state: Mutex<LayerState>,
-    /// The model's cache that it is part of.
-    pub model: Arc<ModelCache>,
-    /// The pool's tensors, in its order.
-    parts: Vec<Part>,
-}
-
-/// What each slot of a layer holds, and what is learnt about what it should hold.
-pub struct LayerState {
-    pub slots: Slots,
-    /// `None`: the set is fixed.
-    pub learner: Option<Learner>,
-}
-
-impl LayerState {
-    /// Takes a slot for a missed expert that is copied while its token waits: a free one while there is room for one more
-    /// resident, else that of the resident that is worth least and in nobody's use.
-    pub fn start_copy(&mut self, id: i32) -> Option<(Expert, Slot)> {
-        let expert = Expert(u16::try_from(id).ok()?);
-        let (slots, learner) = (&mut self.slots, self.learner.as_mut()?);
-        if !learner.may_replace() {
-            return None;
-        }
-        let slot = if learner.has_room(slots) {
-            slots.start_fill(expert)?
-        } else {
-            let victim = learner.worst(slots.staying().filter(|&resident| slots.is_unused(resident)))?;
-            slots.start_replace(expert, victim)?
-        };
-        learner.spend();
-        Some((expert, slot))
-    }
-
-    /// Such a copy is over. If it is not known to be whole it may still be under way: its slot is not used again.
-    pub fn end_copy(&mut self, slot: Slot, is_whole: bool) {
-        if is_whole {
-            self.slots.publish(slot);
-        } else {
-            self.slots.retire(slot);
-        }
-    }
-
-    /// A wish has been started, or will not be.
-    pub fn end_wish(&mut self, is_started: bool) {
-        if let Some(learner) = &mut self.learner {
-            learner.end_wish(is_started);
-        }
-    }
-
-    /// Learns from a call's routing. Returns the copy to wish for, if one pays: who comes, who goes, and the calls so far.
-    pub fn learn(&mut self, ids: &[i32], n_tokens: usize, device: &HotDevice) -> Option<(Expert, Option<Expert>, u32)> {
-        let learner = self.learner.as_mut()?;
-        if learner.observe(ids.iter().copied(), n_tokens)
-            && let Some(cost) = device.copy_cost()
-        {
-            learner.set_cost(cost);
-        }
-        let (expert, victim) = learner.wish(&self.slots)?;
-        Some((expert, victim, learner.calls()))
-    }
 }
 
 impl Layer {
     /// A layer of which nothing was computed yet.
     pub fn new(number: u32, weights: Tensor<'_>, n_used: u32) -> Self {
         let n_expert = u32::try_from(weights.ne(2)).unwrap_or(u32::MAX);
-        let seen = Sight { shape: Shape::Partial("not seen"), parts: Vec::new(), ffns: Vec::new(), reason: None };
+        let shape = Shape::Partial("not seen");
+        let info = LayerInfo { shape, tensors: Vec::new(), templates: Vec::new(), reason: None };
         Self {
             counts: LayerCounts::new(number, n_expert),
             n_used,
             representative: weights.name().into_owned(),
-            seen: Mutex::new(seen),
+            info: Mutex::new(info),
             cache: Mutex::default(),
         }
     }
 
-    /// Whether a block with these weights is the one to count. A layer that comes in parts is counted once.
+    /// Whether a block with these weights is the one to count. A layer that comes in several splits is counted once.
     pub fn is_counted_by(&self, weights: Tensor<'_>) -> bool {
         weights.name() == self.representative
     }
 
-    /// Notes how complete the layer's block was; the most complete sight counts.
-    pub fn saw(&self, shape: Shape) {
-        let mut seen = self.seen();
-        if matches!(seen.shape, Shape::Partial(_)) {
-            seen.shape = shape;
+    /// Records how complete the layer's block was.
+    pub fn record_shape(&self, shape: Shape) {
+        let mut info = self.lock_info();
+        if matches!(info.shape, Shape::Partial(_)) {
+            info.shape = shape;
         }
     }
 
-    /// Notes the recipe of the layer's block and where its experts lie.
-    pub fn saw_recipe(&self, split: &Graph<'_>, ffn: &Arc<Ffn>) {
-        let mut seen = self.seen();
-        for (index, &shape) in ffn.weights.iter().enumerate() {
-            let Some(tensor) = ffn.weight(split, index) else { return };
+    /// Records the FFN template of the layer's block and where its experts lie.
+    pub fn record_template(&self, split: &Graph<'_>, template: &Arc<Ffn>) {
+        let mut info = self.lock_info();
+        for (index, &shape) in template.weights.iter().enumerate() {
+            let Some(tensor) = template.weight(split, index) else { return };
             let Some(key) = weight_key(&tensor) else { return };
-            if seen.parts.iter().any(|part| part.key == key) {
+            if info.tensors.iter().any(|known| known.key == key) {
                 continue;
             }
             let Some(weights) = SharedWeights::of(&tensor) else {
-                seen.reason = Some("experts that are not in a buffer of ours");
+                info.reason = Some("experts that are not in a buffer of ours");
                 return;
             };
-            seen.parts.push(Part { key, shape, weights });
+            info.tensors.push(ExpertTensor { key, shape, weights });
         }
-        if !seen.ffns.iter().any(|known| **known == **ffn) {
-            if seen.ffns.len() >= MAX_RECIPES {
-                seen.ffns.remove(0);
+        if !info.templates.iter().any(|known| **known == **template) {
+            if info.templates.len() >= MAX_TEMPLATES {
+                info.templates.remove(0);
             }
-            seen.ffns.push(ffn.clone());
+            info.templates.push(template.clone());
         }
     }
 
-    /// Bytes of one expert's weights, if its recipe was seen.
+    /// Records why a block of the layer cannot be cached.
+    pub fn record_refusal(&self, reason: &'static str) {
+        self.lock_info().reason = Some(reason);
+    }
+
+    /// A copy of all that is known.
+    pub fn info(&self) -> LayerInfo {
+        self.lock_info().clone()
+    }
+
+    /// Bytes of one expert's weights, if its FFN template is known.
     pub fn expert_bytes(&self) -> Option<u64> {
-        let bytes: usize = self.seen().parts.iter().map(|part| part.shape.expert_bytes).sum();
+        let bytes: usize = self.lock_info().tensors.iter().map(|tensor| tensor.shape.expert_bytes).sum();
         (bytes > 0).then_some(bytes as u64)
-    }
-
-    /// Notes why a block of the layer cannot be cached.
-    pub fn saw_refusal(&self, reason: &'static str) {
-        self.seen().reason = Some(reason);
-    }
-
-    /// A copy of all that has been seen.
-    pub fn sight(&self) -> Sight {
-        self.seen().clone()
     }
 
     /// Its cache, if there is one.
     pub fn cache(&self) -> Option<Arc<LayerCache>> {
-        self.cache_place().clone()
+        self.lock_cache().clone()
     }
 
-    /// Gives it a cache, unless the model's memory that it was made for has gone meanwhile.
-    pub fn give_cache(&self, cache: Arc<LayerCache>) {
+    /// Gives it a cache, unless the memory that it was made for has gone meanwhile, or the cache is over. Whoever gives it
+    /// takes it away again.
+    pub fn give_cache(&self, cache: &Arc<LayerCache>) {
         // Both under the lock that `forget_buffer` takes.
-        let seen = self.seen();
-        let is_there = |part: &Part| seen.parts.iter().any(|known| known.key == part.key);
-        if cache.parts.iter().all(is_there) && !cache.model.is_over() {
-            *self.cache_place() = Some(cache);
+        let info = self.lock_info();
+        let is_there = |key: WeightKey| info.tensors.iter().any(|known| known.key == key);
+        if cache.keys().all(is_there) && !cache.handle.is_over() {
+            let old = self.lock_cache().replace(cache.clone());
+            drop(info);
+            drop(old); // may free device memory: not under the locks
         }
     }
 
-    /// Takes its cache away.
-    pub fn drop_cache(&self) {
-        *self.cache_place() = None;
+    /// Takes this cache away, if the layer has it.
+    pub fn take_cache(&self, cache: &Arc<LayerCache>) {
+        let taken = self.lock_cache().take_if(|held| Arc::ptr_eq(held, cache));
+        drop(taken); // may free device memory: the lock is free again
     }
 
     /// Forgets all that lies in a buffer that is about to go. What was copied from it must not serve its successor.
     ///
     /// Returns the cache that it takes away for this.
     pub fn forget_buffer(&self, buffer: usize) -> Option<Arc<LayerCache>> {
-        let mut seen = self.seen();
-        seen.parts.retain(|part| part.key.0 != buffer);
-        let mut cache = self.cache_place();
-        let is_of_it = |cache: &mut Arc<LayerCache>| cache.parts.iter().any(|part| part.key.0 == buffer);
-        cache.take_if(is_of_it)
+        let mut info = self.lock_info();
+        info.tensors.retain(|tensor| tensor.key.0 != buffer);
+        self.lock_cache().take_if(|cache| cache.keys().any(|key| key.0 == buffer))
     }
 
-    fn cache_place(&self) -> MutexGuard<'_, Option<Arc<LayerCache>>> {
+    fn lock_cache(&self) -> MutexGuard<'_, Option<Arc<LayerCache>>> {
         self.cache.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn seen(&self) -> MutexGuard<'_, Sight> {
-        self.seen.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl LayerCache {
-    /// A pool of this model's cache, and what its slots hold: nothing.
-    pub fn new(pool: Pool, model: Arc<ModelCache>, parts: Vec<Part>, state: LayerState) -> Result<Self> {
-        let pool = Arc::new(pool);
-        let writer = Arc::new(PoolWriter::new(&pool)?);
-        Ok(Self { pool, writer, state: Mutex::new(state), model, parts })
-    }
-
-    /// What each slot holds, and what is learnt.
-    pub fn state(&self) -> MutexGuard<'_, LayerState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// The pool's tensor for each weight of a recipe; `None` if one is not in the pool.
-    pub fn tensors_for(&self, split: &Graph<'_>, ffn: &Ffn) -> Option<Vec<usize>> {
-        let place = |index| {
-            let key = weight_key(&ffn.weight(split, index)?)?;
-            self.parts.iter().position(|part| part.key == key)
-        };
-        (0..ffn.weights.len()).map(place).collect()
-    }
-
-    /// Puts the bytes of one expert's tensors one after the other into `staging`; `false` if they are gone.
-    pub fn read_expert(&self, expert: Expert, staging: &mut [u8]) -> bool {
-        let mut rest = staging;
-        for Part { shape, weights, .. } in &self.parts {
-            let len = shape.expert_bytes;
-            let Some((to, after)) = std::mem::take(&mut rest).split_at_mut_checked(len) else { return false };
-            let offset = usize::from(expert.0) * len;
-            if weights.with_bytes(offset, len, |bytes| to.copy_from_slice(bytes)).is_none() {
-                return false;
-            }
-            rest = after;
-        }
-        rest.is_empty()
-    }
-}
-
-/// Caches for unit tests.
-#[cfg(test)]
-pub(crate) mod testing {
-    use super::*;
-    use crate::ggml::{BufferType, sys};
-    use crate::runtime::model::Model;
-
-    /// An empty cache in the CPU's memory that learns.
-    pub(crate) fn cache(device: &Arc<HotDevice>, n_expert: u16, n_slots: u16) -> LayerCache {
-        let shape = crate::device::PoolTensor {
-            kind: sys::GGML_TYPE_F32,
-            ne: [8, 4, n_expert.into(), 1],
-            slot_dim: 2,
-            slot_bytes: 8 * 4 * size_of::<f32>(),
-        };
-        let pool = Pool::allocate(BufferType::cpu().unwrap(), &[shape], n_slots).unwrap().unwrap();
-        let learner = Learner::new(&vec![0.0; n_expert.into()], n_slots, 1.min(n_slots - 1), 2, None);
-        let state = LayerState { slots: Slots::new(n_expert, n_slots), learner: Some(learner) };
-        LayerCache::new(pool, ModelCache::new(device.clone(), &Arc::new(Model::new())), Vec::new(), state).unwrap()
+    fn lock_info(&self) -> MutexGuard<'_, LayerInfo> {
+        self.info.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -1,6 +1,6 @@
 //! What one layer learns from its routing: which experts should be resident, and how fast that may change.
 
-use crate::cache::{Blend, CopyCost, ReplacementPolicy, Slots};
+use crate::cache::{Admission, Blend, CopyCost, ReplacementPolicy, Slots};
 use crate::options::UpdateRate;
 use crate::units::Expert;
 
@@ -8,20 +8,20 @@ use crate::units::Expert;
 const RATE_TOKENS: f32 = 1000.0;
 /// Calls between two looks at what copies cost.
 const CALLS_PER_PRICE: u32 = 64;
-/// What copies are taken to cost before any was measured: as much as a miss, and late. What is swapped in haste while copies
-/// seem free is not won back once they turn out to be dear.
-const UNKNOWN: CopyCost = CopyCost { price: 1.0, lag: 4 };
+/// What copies are taken to cost before any was measured: as much as a miss, and late. Swaps that are made in haste while
+/// copies seem free do not pay once they turn out to be dear.
+const COST_BEFORE_MEASURED: CopyCost = CopyCost { price: 1.0, lag: 4 };
 
 /// A layer's policy, and its allowance of replacements.
-pub struct Learner {
+pub struct LayerPolicy {
     policy: ReplacementPolicy<Blend>,
     /// Calls seen.
     calls: u32,
     /// Replacements allowed per token; `None`: as many as pay.
     per_token: Option<f32>,
     allowance: f32,
-    /// Whether a wish is on its way to the ring.
-    is_wishing: bool,
+    /// Whether a fetch is on its way to the fetcher.
+    is_fetching: bool,
     has_fixed_cost: bool,
     /// Resident experts at most: the other slots are spare, for those on their way.
     max_resident: usize,
@@ -33,11 +33,11 @@ pub struct Learner {
     last_call: Box<[u32]>,
 }
 
-impl Learner {
+impl LayerPolicy {
     /// Begins with what an earlier run found: uses per call of each expert, `[n_expert]`.
     pub fn new(worth: &[f32], n_slots: u16, n_spare: u16, n_used: u16, rate: Option<UpdateRate>) -> Self {
         let n_expert = u16::try_from(worth.len()).unwrap_or(u16::MAX);
-        let mut policy = ReplacementPolicy::fitting(n_expert, UNKNOWN);
+        let mut policy = ReplacementPolicy::fitting(n_expert, COST_BEFORE_MEASURED);
         policy.seed(worth);
         let slots = f32::from(n_slots);
         Self {
@@ -45,7 +45,7 @@ impl Learner {
             calls: 0,
             per_token: rate.map(|rate| rate.0 * slots / RATE_TOKENS),
             allowance: 0.0,
-            is_wishing: false,
+            is_fetching: false,
             has_fixed_cost: false,
             has_spare: n_spare > 0,
             max_resident: usize::from(n_slots - n_spare),
@@ -94,21 +94,21 @@ impl Learner {
         }
     }
 
-    /// The copy to start now, if one pays and is allowed: who comes, and who goes for it. One at a time.
-    pub fn wish(&mut self, slots: &Slots) -> Option<(Expert, Option<Expert>)> {
-        if self.is_wishing || !self.may_replace() || (self.has_spare && slots.n_free() == 0) {
+    /// The copy to start now, if one pays and is allowed. One at a time: [`LayerPolicy::end_fetch`] comes before the next.
+    pub fn admission(&mut self, slots: &Slots) -> Option<Admission> {
+        if self.is_fetching || !self.may_replace() || (self.has_spare && slots.n_free() == 0) {
             return None;
         }
         let has_room = self.has_room(slots);
         let missed = self.used.iter().copied().filter(|&expert| slots.is_cold(expert));
-        let wish = self.policy.admission(missed, slots.staying(), has_room)?;
-        self.is_wishing = true;
-        Some((wish.admit, wish.evict))
+        let admission = self.policy.admission(missed, slots.staying(), has_room)?;
+        self.is_fetching = true;
+        Some(admission)
     }
 
-    /// The wish has been started, or will not be.
-    pub fn end_wish(&mut self, is_started: bool) {
-        self.is_wishing = false;
+    /// The fetch has been started, or will not be.
+    pub fn end_fetch(&mut self, is_started: bool) {
+        self.is_fetching = false;
         if is_started {
             self.spend();
         }
@@ -150,30 +150,30 @@ mod tests {
     const N_SLOTS: u16 = 8;
 
     /// Experts 0 to 6 resident, one slot spare.
-    fn layer(rate: Option<f32>) -> (Learner, Slots) {
+    fn layer(rate: Option<f32>) -> (LayerPolicy, Slots) {
         let mut slots = Slots::new(N_EXPERT, N_SLOTS);
         for expert in 0..N_SLOTS - 1 {
             let slot = slots.start_fill(Expert(expert)).unwrap();
             slots.publish(slot);
         }
-        let mut learner = Learner::new(&[0.1; N_EXPERT as usize], N_SLOTS, 1, 2, rate.map(UpdateRate));
-        learner.set_cost(CopyCost::NONE);
-        (learner, slots)
+        let mut policy = LayerPolicy::new(&[0.1; N_EXPERT as usize], N_SLOTS, 1, 2, rate.map(UpdateRate));
+        policy.set_cost(CopyCost::NONE);
+        (policy, slots)
     }
 
-    /// Lets a pair of experts that changes be used for `n` tokens and carries out every wish at once; returns the copies.
-    fn run(learner: &mut Learner, slots: &mut Slots, n: u16) -> usize {
+    /// Lets a pair of experts that changes be used for `n` tokens and carries out every fetch at once; returns the copies.
+    fn run(policy: &mut LayerPolicy, slots: &mut Slots, n: u16) -> usize {
         let mut copies = 0;
         for token in 0..n {
             let ids = [token / 4, token / 4 + 5].map(|id| i32::from(id % N_EXPERT));
-            learner.observe(ids.into_iter(), 1);
-            let Some((expert, victim)) = learner.wish(slots) else { continue };
-            let slot = match victim {
-                Some(victim) => slots.start_swap(expert, victim).unwrap(),
-                None => slots.start_fill(expert).unwrap(),
+            policy.observe(ids.into_iter(), 1);
+            let Some(Admission { admit, evict }) = policy.admission(slots) else { continue };
+            let slot = match evict {
+                Some(evict) => slots.start_swap(admit, evict).unwrap(),
+                None => slots.start_fill(admit).unwrap(),
             };
             slots.publish(slot);
-            learner.end_wish(true);
+            policy.end_fetch(true);
             copies += 1;
         }
         copies
@@ -181,16 +181,16 @@ mod tests {
 
     #[test]
     fn residents_follow_the_routing_and_leave_the_spare_slot_free() {
-        let (mut learner, mut slots) = layer(None);
-        assert!(run(&mut learner, &mut slots, 200) > 50);
+        let (mut policy, mut slots) = layer(None);
+        assert!(run(&mut policy, &mut slots, 200) > 50);
         assert_eq!((slots.n_resident(), slots.n_free()), (usize::from(N_SLOTS) - 1, 1));
     }
 
     #[test]
     fn a_rate_bounds_how_many_are_replaced() {
         for (rate, tokens) in [(1.0, 1000), (0.5, 2000), (0.125, 4000)] {
-            let (mut learner, mut slots) = layer(Some(rate));
-            let copies = run(&mut learner, &mut slots, tokens);
+            let (mut policy, mut slots) = layer(Some(rate));
+            let copies = run(&mut policy, &mut slots, tokens);
             let allowed = rate * f32::from(N_SLOTS) * f32::from(tokens) / RATE_TOKENS;
             assert!((1..=allowed as usize).contains(&copies), "{copies} copies at a rate of {rate}, {allowed} allowed");
         }
@@ -198,24 +198,24 @@ mod tests {
 
     #[test]
     fn an_expert_that_several_tokens_use_is_used_once_by_their_call() {
-        let (mut learner, slots) = layer(None);
-        learner.observe([9, 9, 9, 3].into_iter(), 2);
-        assert_eq!(learner.used, [Expert(9), Expert(3)]);
-        assert_eq!(learner.wish(&slots).unwrap().0, Expert(9), "the one that is missed");
+        let (mut policy, slots) = layer(None);
+        policy.observe([9, 9, 9, 3].into_iter(), 2);
+        assert_eq!(policy.used, [Expert(9), Expert(3)]);
+        assert_eq!(policy.admission(&slots).unwrap().admit, Expert(9), "the one that is missed");
     }
 
     #[test]
     fn ids_that_no_layer_has_are_passed_over() {
-        let (mut learner, _) = layer(None);
-        learner.observe([-1, 16, i32::MAX, 2].into_iter(), 1);
-        assert_eq!(learner.used, [Expert(2)]);
+        let (mut policy, _) = layer(None);
+        policy.observe([-1, 16, i32::MAX, 2].into_iter(), 1);
+        assert_eq!(policy.used, [Expert(2)]);
     }
 
     #[test]
-    fn nothing_is_wished_for_while_no_slot_is_free() {
-        let (mut learner, mut slots) = layer(None);
+    fn nothing_is_fetched_while_no_slot_is_free() {
+        let (mut policy, mut slots) = layer(None);
         slots.start_fill(Expert(15)).unwrap();
-        learner.observe([9].into_iter(), 1);
-        assert_eq!(learner.wish(&slots), None);
+        policy.observe([9].into_iter(), 1);
+        assert_eq!(policy.admission(&slots), None);
     }
 }

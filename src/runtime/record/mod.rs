@@ -1,21 +1,23 @@
-//! Saves profiles while the program runs and when a context ends. All file work of the plugin is here.
+//! What is kept of a session: profiles, traces, timings. All file work of the plugin is here.
 
-mod learnt;
+mod profile;
+mod report;
+mod sink;
 pub mod trace;
 
-use super::context::timing::LayerTimes;
-use super::engine;
-use super::model::{Model, Totals};
-use crate::ggml::{Level, graphs_built, log};
+use super::model::Model;
+use super::timing::LayerTimes;
+use crate::ggml::{Level, log};
 use crate::options::Config;
-use crate::profile::{OutputFile, Profile, ratio};
-use crate::{Error, Result};
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use sink::Sink;
+use std::path::PathBuf;
+use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
+
+pub use report::report;
 
 /// Time between two saves while counts change.
 const SAVE_INTERVAL: Duration = Duration::from_secs(5);
@@ -23,22 +25,94 @@ const SAVE_INTERVAL: Duration = Duration::from_secs(5);
 /// What caches have learnt is saved once in so many times: every minute.
 const SAVES_PER_LEARNT: u32 = 12;
 
-/// A thread that saves changed profiles every [`SAVE_INTERVAL`]; ends when dropped.
-pub struct Recorder {
+/// Saves profiles: each model's recording, and what its cache has learnt.
+#[derive(Default)]
+pub struct Profiles {
+    /// Held for as long as a save takes. No token waits for it.
+    sinks: Mutex<Vec<ModelSinks>>,
+    is_recording_failing: AtomicBool,
+    is_learnt_failing: AtomicBool,
+}
+
+/// Where one model's profiles go.
+struct ModelSinks {
+    model: Arc<Model>,
+    recorded: Sink,
+    learnt: Sink,
+}
+
+impl Profiles {
+    /// Saves what was recorded of these models and, if `with_learnt`, what their caches have learnt, where there is anything
+    /// new. The first model gets the file that was asked for.
+    pub fn save(&self, config: &Config, models: &[Arc<Model>], with_learnt: bool) {
+        let mut sinks = self.lock();
+        for model in models {
+            let sinks = of_model(&mut sinks, model);
+            self.save_recorded(config, model, &mut sinks.recorded);
+            if with_learnt {
+                self.save_learnt(config, model, &mut sinks.learnt);
+            }
+        }
+    }
+
+    fn save_recorded(&self, config: &Config, model: &Model, sink: &mut Sink) {
+        let Some(asked) = &config.perf_out else { return };
+        // One file can be both: then what was learnt goes with what was recorded.
+        let is_same = config.caches() && config.hot_cache.as_ref() == Some(asked);
+        if is_same && !model.starting().is_settled() {
+            // The cache has not read it yet.
+            return;
+        }
+        let is_both = config.learns() && is_same;
+        let made = || if is_both { profile::learnt(config, model) } else { profile::recorded(config, model) };
+        sink.save(asked, model.calls(), made, &self.is_recording_failing);
+    }
+
+    /// Saves what the model's cache has learnt to the profile that it began with.
+    fn save_learnt(&self, config: &Config, model: &Model, sink: &mut Sink) {
+        let Some(path) = config.hot_cache.as_ref().filter(|path| config.perf_out.as_ref() != Some(path)) else {
+            return;
+        };
+        let is_of_model = || model.starting().get().is_some_and(|profile| profile.model.is_some());
+        if config.caches() && config.learns() && is_of_model() {
+            sink.save_in_place(path, model.calls(), || profile::learnt(config, model), &self.is_learnt_failing);
+        }
+    }
+
+    /// The file that a model's recording goes to, once it is ours.
+    pub fn file_of(&self, model: &Arc<Model>) -> Option<PathBuf> {
+        Some(of_model(&mut self.lock(), model).recorded.file()?.path().to_owned())
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<ModelSinks>> {
+        self.sinks.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn of_model<'a>(sinks: &'a mut Vec<ModelSinks>, model: &Arc<Model>) -> &'a mut ModelSinks {
+    let place = sinks.iter().position(|sinks| Arc::ptr_eq(&sinks.model, model)).unwrap_or_else(|| {
+        sinks.push(ModelSinks { model: model.clone(), recorded: Sink::default(), learnt: Sink::default() });
+        sinks.len() - 1
+    });
+    &mut sinks[place]
+}
+
+/// A thread that saves every [`SAVE_INTERVAL`]; ends when dropped.
+pub struct SaveThread {
     stop: Option<Sender<()>>,
     /// `None` if the system refused a thread: profiles are then saved at the end only.
     thread: Option<JoinHandle<()>>,
 }
 
-impl Recorder {
-    /// Starts the thread.
-    pub fn start() -> Self {
+impl SaveThread {
+    /// Starts the thread. `save` is told whether it is time to save what was learnt too.
+    pub fn start(save: impl Fn(bool) + Send + 'static) -> Self {
         let (stop, stopped) = channel::<()>();
         let run = move || {
             let mut n = 0u32;
             while stopped.recv_timeout(SAVE_INTERVAL) == Err(RecvTimeoutError::Timeout) {
                 n = n.wrapping_add(1);
-                engine().save(n.is_multiple_of(SAVES_PER_LEARNT));
+                save(n.is_multiple_of(SAVES_PER_LEARNT));
             }
         };
         let thread = std::thread::Builder::new().name("moe-hot-save".into()).spawn(run);
@@ -49,7 +123,7 @@ impl Recorder {
     }
 }
 
-impl Drop for Recorder {
+impl Drop for SaveThread {
     fn drop(&mut self) {
         drop(self.stop.take());
         if let Some(thread) = self.thread.take() {
@@ -59,212 +133,11 @@ impl Drop for Recorder {
     }
 }
 
-/// One line on what became of the recording. `has_experts`: some expert weights are with us.
-pub fn report(config: &Config, models: &[Arc<Model>], has_experts: bool) {
-    let largest = config.offload_min_batch.saturating_sub(1);
-    if models.is_empty() {
-        let reason = if has_experts {
-            format!("only batches of more than {largest} tokens were computed, which are llama.cpp's")
-        } else {
-            "no experts were placed with moe-hot (a dense model, or experts elsewhere)".into()
-        };
-        log(Level::Warn, &format!("nothing was recorded: {reason}"));
-    }
-    for model in models {
-        report_cache(config, model);
-        let recorded = model.recorded();
-        let Some(file) = recorded.file() else { continue };
-        let Totals { layers, calls, requests, .. } = model.totals();
-        let path = file.path().display();
-        log(
-            Level::Warn,
-            &format!("recorded {requests} (token, expert) requests in {calls} calls of {layers} layers: {path}"),
-        );
-    }
-}
-
-/// One line on what the cache has done.
-fn report_cache(config: &Config, model: &Model) {
-    let Totals { requests, hits, copied_bytes, .. } = model.totals();
-    if !config.caches() || requests == 0 {
-        return;
-    }
-    let misses = requests.saturating_sub(hits);
-    let (rate, copied) = (100.0 * ratio(hits, requests), copied_bytes as f64 / f64::from(1 << 20));
-    let graphs = graphs_built();
-    log(
-        Level::Warn,
-        &format!(
-            "hot cache: {hits} hits, {misses} misses, hit rate {rate:.1} %; {copied:.1} MiB copied, {graphs} graphs made"
-        ),
-    );
-}
-
 /// Writes what was timed, where a test has asked for it.
 pub fn save_times(config: &Config, times: Option<LayerTimes>) {
     let (Some(path), Some(times)) = (&config.test_timings, times) else { return };
     let written = serde_json::to_vec(&times).map_err(std::io::Error::from).and_then(|text| std::fs::write(path, text));
     if let Err(error) = written {
         log(Level::Warn, &format!("{}: timings not written: {error}", path.display()));
-    }
-}
-
-/// Saves what was recorded, if there is anything new.
-pub fn save(config: &Config, model: &Model) {
-    static FAILING: AtomicBool = AtomicBool::new(false);
-    if let Some(asked) = &config.perf_out {
-        // One file can be both: then what was learnt goes with what was recorded.
-        let is_same = config.caches() && config.hot_cache.as_ref() == Some(asked);
-        if is_same && !model.has_profile() {
-            // The cache has not read it yet.
-            return;
-        }
-        let is_both = config.learns() && is_same;
-        let profile = || if is_both { learnt::profile(config, model) } else { model.profile(config.offload_min_batch) };
-        model.recorded().save(asked, model.calls(), profile, &FAILING);
-    }
-}
-
-/// Saves what the model's cache has learnt to the profile that it began with, if there is anything new.
-pub fn save_learnt(config: &Config, model: &Model) {
-    static FAILING: AtomicBool = AtomicBool::new(false);
-    let Some(path) = config.hot_cache.as_ref().filter(|path| config.perf_out.as_ref() != Some(path)) else { return };
-    if config.caches() && config.learns() && model.began_with().is_some_and(|demand| demand.model.is_some()) {
-        model.learnt().save_in_place(path, model.calls(), || learnt::profile(config, model), &FAILING);
-    }
-}
-
-/// A profile's way to its file.
-#[derive(Default)]
-pub struct Sink {
-    output: Output,
-    /// Calls that the last saved version holds.
-    saved_calls: u64,
-}
-
-impl Sink {
-    /// The file, once it is ours.
-    pub fn file(&self) -> Option<&OutputFile> {
-        match &self.output {
-            Output::File(file) => Some(file),
-            Output::Unsettled | Output::Nowhere => None,
-        }
-    }
-
-    /// Writes the profile if there were calls since it was last written: to the file asked for or one beside it.
-    fn save(&mut self, asked: &Path, calls: u64, profile: impl FnOnce() -> Profile, failing: &AtomicBool) {
-        self.save_with(settle, asked, calls, profile, failing);
-    }
-
-    /// The same to this file and no other: if it is another model's, or held by someone, to none.
-    fn save_in_place(&mut self, path: &Path, calls: u64, profile: impl FnOnce() -> Profile, failing: &AtomicBool) {
-        let settle = |path: &Path, profile: &Profile| match OutputFile::claim(path, profile)? {
-            Some(file) => Ok(Output::File(file)),
-            None => {
-                let path = path.display();
-                log(Level::Info, &format!("{path} is held by another program or model: what is learnt is not kept"));
-                Ok(Output::Nowhere)
-            }
-        };
-        self.save_with(settle, path, calls, profile, failing);
-    }
-
-    /// Tells the user of the first of several failures.
-    fn save_with(
-        &mut self,
-        settle: impl FnOnce(&Path, &Profile) -> Result<Output>,
-        asked: &Path,
-        calls: u64,
-        profile: impl FnOnce() -> Profile,
-        failing: &AtomicBool,
-    ) {
-        if calls <= self.saved_calls || matches!(self.output, Output::Nowhere) {
-            return;
-        }
-        let profile = profile();
-        let saved = match &mut self.output {
-            Output::Nowhere => return,
-            Output::File(file) => file.replace(&profile),
-            Output::Unsettled => settle(asked, &profile).map(|settled| self.output = settled),
-        };
-        match saved {
-            Ok(()) => {
-                self.saved_calls = calls;
-                failing.store(false, Relaxed);
-            }
-            Err(error) if !failing.swap(true, Relaxed) => {
-                log(Level::Warn, &format!("profile not saved, will be tried again: {error}"));
-            }
-            Err(_) => {}
-        }
-    }
-}
-
-/// Where a model's profile goes.
-#[derive(Default)]
-enum Output {
-    /// Not decided yet.
-    #[default]
-    Unsettled,
-    /// To this file, which we hold.
-    File(OutputFile),
-    /// Nowhere: the file that the user named is not ours to replace.
-    Nowhere,
-}
-
-/// Writes the profile for the first time: to the file asked for, or to one beside it if that is taken.
-fn settle(asked: &Path, profile: &Profile) -> Result<Output> {
-    let tag = profile.model.as_ref().and_then(|id| id.fingerprint.get(..TAG_DIGITS)).unwrap_or("model");
-    match OutputFile::claim(asked, profile) {
-        Ok(Some(file)) => return Ok(Output::File(file)),
-        Ok(None) => {}
-        Err(error @ Error::NotAProfile { .. }) => {
-            log(Level::Warn, &format!("nothing is recorded, this file is not replaced: {error}"));
-            return Ok(Output::Nowhere);
-        }
-        Err(error) => return Err(error),
-    }
-    let asked_for = asked.display();
-    for n in 1..=MAX_FILES_BESIDE {
-        let path = beside(asked, tag, n);
-        match OutputFile::claim(&path, profile) {
-            Ok(Some(file)) => {
-                let path = path.display();
-                log(
-                    Level::Warn,
-                    &format!("{asked_for} is taken (another model or program): this profile goes to {path}"),
-                );
-                return Ok(Output::File(file));
-            }
-            Ok(None) | Err(Error::NotAProfile { .. }) => {}
-            Err(error) => return Err(error),
-        }
-    }
-    log(Level::Warn, &format!("nothing is recorded: {asked_for} and {MAX_FILES_BESIDE} files beside it are taken"));
-    Ok(Output::Nowhere)
-}
-
-/// Files beside the one asked for that are tried before giving up.
-const MAX_FILES_BESIDE: usize = 8;
-/// Hex digits of the model's fingerprint in such a file's name.
-const TAG_DIGITS: usize = 8;
-
-/// `experts.json` → `experts-TAG.json`, then `experts-TAG-2.json` and so on.
-fn beside(asked: &Path, tag: &str, n: usize) -> PathBuf {
-    let stem = asked.file_stem().unwrap_or_default().to_string_lossy();
-    let number = if n == 1 { String::new() } else { format!("-{n}") };
-    let extension = asked.extension().map(|e| format!(".{}", e.to_string_lossy())).unwrap_or_default();
-    asked.with_file_name(format!("{stem}-{tag}{number}{extension}"))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_second_models_file_stands_beside_the_first() {
-        assert_eq!(beside(Path::new("/p/experts.json"), "ab12", 1), Path::new("/p/experts-ab12.json"));
-        assert_eq!(beside(Path::new("/p/experts.json"), "ab12", 2), Path::new("/p/experts-ab12-2.json"));
-        assert_eq!(beside(Path::new("/p/experts"), "ab12", 1), Path::new("/p/experts-ab12"));
     }
 }

@@ -16,7 +16,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 const BUFFER_BYTES: usize = 1 << 20;
 
 /// One model's trace.
-pub struct Tracer {
+pub struct TraceFile {
     path: PathBuf,
     inner: Mutex<Inner>,
     /// Held while the buffer is carried to the file.
@@ -29,7 +29,7 @@ struct Inner {
     model: Option<Arc<Model>>,
 }
 
-impl Tracer {
+impl TraceFile {
     /// A trace for `path`, which is created or, if it is an earlier trace, replaced. `None`, after a line, if it is not.
     pub fn new(path: &Path) -> Option<Self> {
         let opened = open(path);
@@ -69,10 +69,8 @@ impl Tracer {
     pub fn save(&self) {
         let mut file = self.file.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(out) = &mut *file else { return };
-        let bytes = {
-            let mut inner = self.inner();
-            std::mem::replace(inner.writer.get_mut(), Vec::with_capacity(BUFFER_BYTES))
-        };
+        let empty = Vec::with_capacity(BUFFER_BYTES);
+        let bytes = std::mem::replace(self.inner().writer.get_mut(), empty);
         if let Err(error) = out.write_all(&bytes) {
             log(Level::Warn, &format!("{}: the trace ends here: {error}", self.path.display()));
             *file = None;
@@ -83,8 +81,9 @@ impl Tracer {
     pub fn finish(&self) {
         let model = self.inner().model.clone();
         if let Some(model) = model {
+            let fingerprint = model.id().fingerprint;
             // Fails only for what is not a fingerprint.
-            let _ = self.inner().writer.model(&model.id().fingerprint);
+            let _ = self.inner().writer.model(&fingerprint);
         }
         self.save();
     }

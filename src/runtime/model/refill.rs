@@ -1,0 +1,93 @@
+//! When a model's cache is to be filled: at first, and again when what belongs in it has changed.
+
+use crate::ggml::{Level, log};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+
+/// How often one model's cache is filled anew at most: adapters that come and go must not keep the bus busy.
+const MAX_REFILLS: u64 = 64;
+
+/// Whether a model's cache is to be filled, and from when on.
+#[derive(Debug)]
+pub struct Refill {
+    is_wanted: AtomicBool,
+    /// How often a refill has been asked for.
+    n_refills: AtomicU64,
+    /// Set when a refill is asked for: the calls until then are still to be noted.
+    is_new: AtomicBool,
+    /// Calls of a layer when the fill was asked for.
+    calls_before: AtomicU64,
+}
+
+impl Default for Refill {
+    /// A first fill is wanted.
+    fn default() -> Self {
+        Self {
+            is_wanted: AtomicBool::new(true),
+            n_refills: AtomicU64::new(0),
+            is_new: AtomicBool::new(false),
+            calls_before: AtomicU64::new(0),
+        }
+    }
+}
+
+impl Refill {
+    /// Asks for another fill. A bounded number of times: the last one says that there will be no more.
+    pub fn want(&self) {
+        match self.n_refills.fetch_add(1, Relaxed) {
+            n if n < MAX_REFILLS => {
+                self.is_new.store(true, Relaxed);
+                self.is_wanted.store(true, Relaxed);
+            }
+            MAX_REFILLS => log(
+                Level::Warn,
+                &format!(
+                    "no hot cache any more for this model: it was filled anew {MAX_REFILLS} times (adapters that come and \
+                     go); experts run on the CPU"
+                ),
+            ),
+            _ => {}
+        }
+    }
+
+    /// Whether the cache is to be filled now: once, after `n` calls of a layer since it was asked for. `calls`: of that layer
+    /// so far.
+    pub fn take(&self, calls: u64, n: u64) -> bool {
+        if !self.is_wanted.load(Relaxed) {
+            return false;
+        }
+        if self.is_new.swap(false, Relaxed) {
+            self.calls_before.store(calls, Relaxed);
+        }
+        calls >= n.saturating_add(self.calls_before.load(Relaxed)) && self.is_wanted.swap(false, Relaxed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_fill_is_taken_once_and_after_so_many_calls() {
+        let refill = Refill::default();
+        assert_eq!([1, 2, 3, 4].map(|calls| refill.take(calls, 3)), [false, false, true, false]);
+    }
+
+    #[test]
+    fn a_refill_waits_for_as_many_calls_again() {
+        let refill = Refill::default();
+        assert!(refill.take(3, 3));
+        refill.want();
+        assert_eq!([10, 11, 12, 13, 14].map(|calls| refill.take(calls, 3)), [false, false, false, true, false]);
+    }
+
+    #[test]
+    fn there_is_an_end_to_refills() {
+        let refill = Refill::default();
+        for _ in 0..MAX_REFILLS {
+            refill.want();
+            assert!(refill.take(0, 0));
+        }
+        refill.want();
+        assert!(!refill.take(u64::MAX, 0));
+    }
+}

@@ -1,0 +1,142 @@
+//! A profile's way to its file: which file it may take, and when there is something new to write.
+
+use crate::ggml::{Level, log};
+use crate::profile::{OutputFile, Profile};
+use crate::{Error, Result};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+
+/// A profile's way to its file.
+#[derive(Default)]
+pub struct Sink {
+    output: Output,
+    /// Calls that the last saved version holds.
+    saved_calls: u64,
+}
+
+impl Sink {
+    /// The file, once it is ours.
+    pub fn file(&self) -> Option<&OutputFile> {
+        match &self.output {
+            Output::File(file) => Some(file),
+            Output::Unsettled | Output::Nowhere => None,
+        }
+    }
+
+    /// Writes the profile if there were calls since it was last written: to the file asked for or one beside it.
+    pub fn save(&mut self, asked: &Path, calls: u64, profile: impl FnOnce() -> Profile, failing: &AtomicBool) {
+        self.save_with(settle, asked, calls, profile, failing);
+    }
+
+    /// The same to this file and no other: if it is another model's, or held by someone, to none.
+    pub fn save_in_place(&mut self, path: &Path, calls: u64, profile: impl FnOnce() -> Profile, failing: &AtomicBool) {
+        let settle = |path: &Path, profile: &Profile| match OutputFile::claim(path, profile)? {
+            Some(file) => Ok(Output::File(file)),
+            None => {
+                let path = path.display();
+                log(Level::Info, &format!("{path} is held by another program or model: what is learnt is not kept"));
+                Ok(Output::Nowhere)
+            }
+        };
+        self.save_with(settle, path, calls, profile, failing);
+    }
+
+    /// Tells the user of the first of several failures.
+    fn save_with(
+        &mut self,
+        settle: impl FnOnce(&Path, &Profile) -> Result<Output>,
+        asked: &Path,
+        calls: u64,
+        profile: impl FnOnce() -> Profile,
+        failing: &AtomicBool,
+    ) {
+        if calls <= self.saved_calls || matches!(self.output, Output::Nowhere) {
+            return;
+        }
+        let profile = profile();
+        let saved = match &mut self.output {
+            Output::Nowhere => return,
+            Output::File(file) => file.replace(&profile),
+            Output::Unsettled => settle(asked, &profile).map(|settled| self.output = settled),
+        };
+        match saved {
+            Ok(()) => {
+                self.saved_calls = calls;
+                failing.store(false, Relaxed);
+            }
+            Err(error) if !failing.swap(true, Relaxed) => {
+                log(Level::Warn, &format!("profile not saved, will be tried again: {error}"));
+            }
+            Err(_) => {}
+        }
+    }
+}
+
+/// Where a model's profile goes.
+#[derive(Default)]
+enum Output {
+    /// Not decided yet.
+    #[default]
+    Unsettled,
+    /// To this file, which we hold.
+    File(OutputFile),
+    /// Nowhere: the file that the user named is not ours to replace.
+    Nowhere,
+}
+
+/// Writes the profile for the first time: to the file asked for, or to one beside it if that is taken.
+fn settle(asked: &Path, profile: &Profile) -> Result<Output> {
+    let tag = profile.model.as_ref().and_then(|id| id.fingerprint.get(..TAG_DIGITS)).unwrap_or("model");
+    match OutputFile::claim(asked, profile) {
+        Ok(Some(file)) => return Ok(Output::File(file)),
+        Ok(None) => {}
+        Err(error @ Error::NotAProfile { .. }) => {
+            log(Level::Warn, &format!("nothing is recorded, this file is not replaced: {error}"));
+            return Ok(Output::Nowhere);
+        }
+        Err(error) => return Err(error),
+    }
+    let asked_for = asked.display();
+    for n in 1..=MAX_FILES_BESIDE {
+        let path = beside(asked, tag, n);
+        match OutputFile::claim(&path, profile) {
+            Ok(Some(file)) => {
+                let path = path.display();
+                log(
+                    Level::Warn,
+                    &format!("{asked_for} is taken (another model or program): this profile goes to {path}"),
+                );
+                return Ok(Output::File(file));
+            }
+            Ok(None) | Err(Error::NotAProfile { .. }) => {}
+            Err(error) => return Err(error),
+        }
+    }
+    log(Level::Warn, &format!("nothing is recorded: {asked_for} and {MAX_FILES_BESIDE} files beside it are taken"));
+    Ok(Output::Nowhere)
+}
+
+/// Files beside the one asked for that are tried before giving up.
+const MAX_FILES_BESIDE: usize = 8;
+/// Hex digits of the model's fingerprint in such a file's name.
+const TAG_DIGITS: usize = 8;
+
+/// `experts.json` → `experts-TAG.json`, then `experts-TAG-2.json` and so on.
+fn beside(asked: &Path, tag: &str, n: usize) -> PathBuf {
+    let stem = asked.file_stem().unwrap_or_default().to_string_lossy();
+    let number = if n == 1 { String::new() } else { format!("-{n}") };
+    let extension = asked.extension().map(|e| format!(".{}", e.to_string_lossy())).unwrap_or_default();
+    asked.with_file_name(format!("{stem}-{tag}{number}{extension}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_second_models_file_stands_beside_the_first() {
+        assert_eq!(beside(Path::new("/p/experts.json"), "ab12", 1), Path::new("/p/experts-ab12.json"));
+        assert_eq!(beside(Path::new("/p/experts.json"), "ab12", 2), Path::new("/p/experts-ab12-2.json"));
+        assert_eq!(beside(Path::new("/p/experts"), "ab12", 1), Path::new("/p/experts-ab12"));
+    }
+}

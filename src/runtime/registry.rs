@@ -1,0 +1,332 @@
+//! The process's models, its contexts, and the threads that serve them.
+
+use super::background::Background;
+use super::hot_device::{HotDevice, NoDevice};
+use super::model::Model;
+use super::model::layer::Layer;
+use super::record::trace::TraceFile;
+use super::record::{self, Profiles, SaveThread};
+use super::timing::LayerTimes;
+use crate::ggml::{Device, Level, OwnIds, Tensor, close_buffer, is_hosts_log, log};
+use crate::options::{Budget, Config, OFFLOAD_MIN_BATCH};
+use std::collections::HashMap;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, MutexGuard, Once, OnceLock, PoisonError};
+
+/// Calls of a layer before its model's cache is filled. llama-server computes two batches for itself (warm-up, and a
+/// look at its cache) before it makes the contexts of draft models and projectors, which need memory first.
+const CALLS_BEFORE_FILL: u64 = 3;
+
+/// What recording without a cache means.
+const ON_THE_CPU: &str = "experts run on the CPU as with --no-repack (without a GPU slower than stock, which repacks them, \
+                          and rounded otherwise)";
+
+/// The process's models, who uses them, and what saves their counts.
+pub struct Runtime {
+    config: Config,
+    state: Mutex<State>,
+    /// Buffers of ours that are alive.
+    live_buffers: AtomicUsize,
+    /// Where hot experts go, or why nowhere; decided when experts are placed.
+    hot_device: OnceLock<Result<Arc<HotDevice>, NoDevice>>,
+    trace: OnceLock<Option<TraceFile>>,
+    profiles: Profiles,
+    /// Whether saving has begun. Asked for each new split only.
+    is_recording: AtomicBool,
+    said_inert: Once,
+    said_recording: Once,
+}
+
+/// A panic while the lock was held left no half-made state: every change is a single insert or remove. Nothing is opened,
+/// logged, started or waited for under it.
+#[derive(Default)]
+struct State {
+    /// Every model that has appeared, also those that are unloaded: they may come back.
+    models: Vec<Arc<Model>>,
+    /// Which model a live buffer belongs to, by the buffer's address.
+    by_buffer: HashMap<usize, Arc<Model>>,
+    live_contexts: usize,
+    /// Those that llama.cpp decodes with.
+    working_contexts: usize,
+    /// Whether any has decoded since there was none.
+    has_worked: bool,
+    save_thread: Option<SaveThread>,
+    background: Vec<Background>,
+    times: Option<LayerTimes>,
+}
+
+/// The process's runtime; reads the configuration when first asked for.
+pub fn runtime() -> &'static Runtime {
+    static RUNTIME: OnceLock<Runtime> = OnceLock::new();
+    RUNTIME.get_or_init(|| Runtime::new(Config::from_env()))
+}
+
+impl Runtime {
+    /// Nothing loaded yet.
+    pub(super) fn new(config: Config) -> Self {
+        Self {
+            config,
+            state: Mutex::default(),
+            live_buffers: AtomicUsize::new(0),
+            hot_device: OnceLock::new(),
+            trace: OnceLock::new(),
+            profiles: Profiles::default(),
+            is_recording: AtomicBool::new(false),
+            said_inert: Once::new(),
+            said_recording: Once::new(),
+        }
+    }
+
+    /// What the user asked for.
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether the loader may place experts with us.
+    pub fn takes_experts(&self) -> bool {
+        self.inert().is_none()
+    }
+
+    /// Whether experts are cached on a device.
+    pub(super) fn caches(&self) -> bool {
+        self.config.caches() && self.hot_device().is_ok()
+    }
+
+    fn hot_device(&self) -> &Result<Arc<HotDevice>, NoDevice> {
+        self.hot_device.get_or_init(|| HotDevice::choose(&self.config))
+    }
+
+    /// Why there is nothing to win, and whether the user should hear of it unasked.
+    fn inert(&self) -> Option<(Level, String)> {
+        let warn = |reason: String| Some((Level::Warn, reason));
+        if !self.config.takes_experts() {
+            return if self.config.hot_cache.is_some() && self.config.max_mib == Budget::Off {
+                warn("the hot cache is off (--moe-hot-cache-max-mib 0); experts stay with llama.cpp".into())
+            } else {
+                let reason = "neither --moe-layer-perf-out nor --moe-hot-cache given; experts stay with llama.cpp";
+                Some((Level::Info, reason.into()))
+            };
+        }
+        if self.config.offload_min_batch <= 1 {
+            let threshold = self.config.offload_min_batch;
+            return warn(format!(
+                "{OFFLOAD_MIN_BATCH} is {threshold}, so every batch is llama.cpp's; nothing is recorded or cached"
+            ));
+        }
+        // A device that the user has named is his own choice.
+        if let (None, Some(device)) = (&self.config.device, Device::shared_memory_gpu()) {
+            let name = device.name();
+            return warn(format!(
+                "{name} shares the host's memory: nothing to win, nothing is recorded or cached; run without moe-hot"
+            ));
+        }
+        match (self.config.perf_out.is_some(), self.config.caches(), self.hot_device()) {
+            (false, true, Err(reason)) => warn(format!("no hot cache: {reason}; experts stay with llama.cpp")),
+            _ => None,
+        }
+    }
+
+    /// llama.cpp has made a context.
+    pub(super) fn context_opened(&self) {
+        self.state().live_contexts += 1;
+        if self.live_buffers.load(Relaxed) > 0 || !is_hosts_log() {
+            return;
+        }
+        if let Some((level, reason)) = self.inert() {
+            self.said_inert.call_once(|| log(level, &format!("inert: {reason}")));
+        }
+    }
+
+    /// llama.cpp decodes with one more context.
+    pub(super) fn context_works(&self) {
+        self.state().working_contexts += 1;
+    }
+
+    /// Saves what has been learnt. With the last context ends the saving, and says what became of the recording.
+    ///
+    /// `worked`: llama.cpp has decoded with the context; it makes others only to measure. `times`: what it has timed.
+    pub(super) fn context_closed(&self, worked: bool, times: Option<LayerTimes>) {
+        self.save(true);
+        let (is_last, ended, times, worked) = {
+            let mut state = self.state();
+            state.live_contexts -= 1;
+            state.working_contexts -= usize::from(worked);
+            state.has_worked |= worked;
+            if let Some(times) = &times {
+                state.times.get_or_insert_default().add(times);
+            }
+            let is_last = state.live_contexts == 0;
+            // The last one to go need not be one that has decoded.
+            let worked = if is_last { std::mem::take(&mut state.has_worked) } else { worked };
+            // A cache goes on with the next context, as long as its model is loaded.
+            let is_over = is_last && self.live_buffers.load(Relaxed) == 0;
+            let background = if is_over { std::mem::take(&mut state.background) } else { Vec::new() };
+            let save_thread = if is_last { state.save_thread.take() } else { None };
+            if save_thread.is_some() {
+                self.is_recording.store(false, Relaxed);
+            }
+            (is_last, (save_thread, background), state.times, worked)
+        };
+        drop(ended); // waits for threads: not under the lock
+        if let (true, Some(trace)) = (is_last && worked, self.trace()) {
+            trace.finish();
+        }
+        if is_last && worked && self.takes_experts() {
+            let has_experts = self.live_buffers.load(Relaxed) > 0;
+            record::report(&self.config, &self.models(), has_experts, |model| self.profiles.file_of(model));
+            record::save_times(&self.config, times);
+        }
+    }
+
+    /// Saves what was recorded and, if `with_learnt`, what was learnt.
+    fn save(&self, with_learnt: bool) {
+        self.profiles.save(&self.config, &self.models(), with_learnt);
+        if let Some(trace) = self.trace() {
+            trace.save();
+        }
+    }
+
+    /// Where routing is written, if anywhere.
+    fn trace(&self) -> Option<&TraceFile> {
+        self.trace.get()?.as_ref()
+    }
+
+    /// Adds one call to the trace, if one is written.
+    pub(super) fn add_to_trace(&self, model: &Arc<Model>, layer: &Layer, ids: &OwnIds) {
+        if let Some(trace) = self.trace() {
+            trace.add(model, layer, ids);
+        }
+    }
+
+    /// Starts to fill a model's cache once it has computed enough; `calls`: of one of its layers so far.
+    pub(super) fn consider_fill(&self, model: &Arc<Model>, calls: u64) {
+        if !model.refill().take(calls, CALLS_BEFORE_FILL) {
+            return;
+        }
+        let device = match self.hot_device() {
+            Ok(device) if self.config.caches() && !device.is_off() => device,
+            _ => return model.starting().settle(),
+        };
+        let n_contexts = self.state().working_contexts;
+        let started = Background::start(model, device, &self.config, n_contexts);
+        let ended: Vec<_> = {
+            let mut state = self.state();
+            let (ended, running) = std::mem::take(&mut state.background).into_iter().partition(Background::has_ended);
+            state.background = running;
+            let cache = started.as_ref().map(|background| background.cache().clone());
+            state.background.extend(started);
+            drop(state);
+            if let (true, Some(cache)) = (self.config.test_slots.is_some(), cache) {
+                cache.queue.wait_filled();
+            }
+            ended
+        };
+        drop(ended); // waits for threads: not under the lock
+    }
+
+    /// Once there is something to record: says so, and starts to save while the program runs.
+    fn start_recording(&'static self) {
+        if self.is_recording.swap(true, Relaxed) {
+            return;
+        }
+        self.said_recording.call_once(|| {
+            self.config.complaints.iter().for_each(|complaint| log(Level::Warn, complaint));
+            if let Some(path) = &self.config.perf_out {
+                self.say_recording(path);
+            }
+        });
+        self.trace.get_or_init(|| TraceFile::new(self.config.trace_out.as_ref()?));
+        let thread = SaveThread::start(move |with_learnt| self.save(with_learnt));
+        let mut state = self.state();
+        let is_wanted = state.live_contexts > 0 && state.save_thread.is_none();
+        let unwanted = if is_wanted { state.save_thread.replace(thread) } else { Some(thread) };
+        if unwanted.is_some() {
+            // The last context closed meanwhile.
+            self.is_recording.store(false, Relaxed);
+        }
+        drop(state);
+        drop(unwanted); // waits for the thread: not under the lock
+    }
+
+    fn say_recording(&self, path: &Path) {
+        let largest = self.config.offload_min_batch.saturating_sub(1);
+        let path = path.display();
+        let without_cache = match (self.config.caches(), self.hot_device()) {
+            (true, Ok(_)) => String::new(),
+            (true, Err(reason)) => format!("; no hot cache: {reason}; {ON_THE_CPU}"),
+            (false, _) => format!("; no hot cache: {ON_THE_CPU}"),
+        };
+        log(
+            Level::Warn,
+            &format!("recording expert usage of batches of 1 to {largest} tokens to {path}{without_cache}"),
+        );
+    }
+
+    /// The layer that expert weights belong to. `model` is the context's model and is set here on first use.
+    pub(super) fn layer_of(
+        &'static self,
+        model: &mut Option<Arc<Model>>,
+        weights: Tensor<'_>,
+        n_used: u32,
+    ) -> Option<Arc<Layer>> {
+        let buffer = weights.buffer()?.address();
+        let owner = {
+            let mut state = self.state();
+            match state.by_buffer.get(&buffer) {
+                Some(known) => known.clone(),
+                None => {
+                    let owner = model.clone().unwrap_or_else(|| state.find_or_add(weights));
+                    state.by_buffer.insert(buffer, owner.clone());
+                    owner
+                }
+            }
+        };
+        self.start_recording();
+        let layer = owner.layer_of(buffer, weights, n_used);
+        model.get_or_insert(owner);
+        Some(layer)
+    }
+
+    /// Notes a new buffer of ours.
+    pub fn buffer_made(&self) {
+        self.live_buffers.fetch_add(1, Relaxed);
+    }
+
+    /// Forgets a buffer whose memory is about to go; its addresses may be used again.
+    pub fn forget_buffer(&self, buffer: usize) {
+        self.live_buffers.fetch_sub(1, Relaxed);
+        close_buffer(buffer);
+        self.state().by_buffer.remove(&buffer);
+        // Adapters' buffers are not in the map, yet their factors may be in a pool.
+        self.models().iter().for_each(|model| model.forget_buffer(buffer));
+        let ended: Vec<_> = {
+            let mut state = self.state();
+            let (loaded, ended) = std::mem::take(&mut state.background).into_iter().partition(Background::is_needed);
+            state.background = loaded;
+            ended
+        };
+        drop(ended); // waits for threads: not under the lock
+    }
+
+    fn models(&self) -> Vec<Arc<Model>> {
+        self.state().models.clone()
+    }
+}
+
+impl State {
+    /// An unloaded model that has come back, or a new one.
+    fn find_or_add(&mut self, weights: Tensor<'_>) -> Arc<Model> {
+        let is_back = |model: &&Arc<Model>| !model.is_loaded() && model.knows(weights);
+        if let Some(model) = self.models.iter().find(is_back) {
+            return model.clone();
+        }
+        let model = Arc::new(Model::default());
+        self.models.push(model.clone());
+        model
+    }
+}
