@@ -1,21 +1,14 @@
 //! One MoE layer of a model: its counts, the tensors that make up its experts, and its cache.
 
+use super::expert_tensor::{ExpertTensor, WeightKey, weight_key};
 use super::layer_cache::LayerCache;
 use crate::ggml::{Graph, SharedWeights, Tensor};
-use crate::moe::{Ffn, Shape, WeightShape};
+use crate::moe::{Ffn, Shape};
 use crate::profile::LayerCounts;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// FFN templates of one layer that are remembered: each scale of an adapter makes another.
 const MAX_TEMPLATES: usize = 8;
-
-/// Which tensor of which live buffer.
-pub type WeightKey = (usize, usize);
-
-/// The key of an expert tensor; `None` without a buffer.
-pub fn weight_key(weights: &Tensor<'_>) -> Option<WeightKey> {
-    Some((weights.buffer()?.address(), weights.address()))
-}
 
 /// One MoE layer of a model.
 pub struct Layer {
@@ -40,17 +33,6 @@ pub struct LayerInfo {
     pub templates: Vec<Arc<Ffn>>,
     /// Why the last block that could not be cached could not.
     pub reason: Option<&'static str>,
-}
-
-/// One expert tensor of a layer.
-#[derive(Clone)]
-pub struct ExpertTensor {
-    /// Which tensor of which buffer.
-    pub key: WeightKey,
-    /// As the FFN template sees it.
-    pub shape: WeightShape,
-    /// All experts' bytes.
-    pub weights: SharedWeights,
 }
 
 impl Layer {

@@ -1,8 +1,8 @@
 //! A layer's pool, what each of its slots holds, and what the layer's policy has learnt.
 
 use super::cache_handle::CacheHandle;
+use super::expert_tensor::{ExpertTensor, WeightKey, weight_key};
 use super::fetch_queue::Fetch;
-use super::layer::{ExpertTensor, WeightKey, weight_key};
 use super::policy::LayerPolicy;
 use crate::Result;
 use crate::cache::Slots;

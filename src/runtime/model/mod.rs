@@ -3,6 +3,7 @@
 //! A model is the set of our buffers that occur together in one context's graphs.
 
 pub mod cache_handle;
+pub mod expert_tensor;
 pub mod fetch_queue;
 pub mod lane_cell;
 pub mod layer;
@@ -12,7 +13,8 @@ pub mod refill;
 
 use crate::ggml::Tensor;
 use crate::profile::{Counts, Demand, ModelId, TensorId, combine_fingerprints, layer_number};
-use layer::{Layer, WeightKey};
+use expert_tensor::WeightKey;
+use layer::Layer;
 use refill::Refill;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
