@@ -34,7 +34,7 @@ fn device(line: &str) -> Option<Device> {
 /// Refuses a device that the program does not have.
 pub fn check_name(name: &str, devices: &[Device]) -> Result<()> {
     let names: Vec<_> = devices.iter().map(|device| device.name.as_str()).chain([CPU]).collect();
-    ensure!(names.contains(&name), "--moe-hot-cache-device: no device {name:?}; expected one of {}", names.join(", "));
+    ensure!(names.contains(&name), "no device {name:?}; expected one of {}", names.join(", "));
     Ok(())
 }
 

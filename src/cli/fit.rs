@@ -2,10 +2,9 @@
 //!
 //! llama.cpp fits before it loads anything, and knows nothing of a cache that is filled later.
 
-use super::args::{DEVICE, FIT, FIT_TARGET};
 use super::devices::Device;
-use super::flags::MoeFlags;
-use crate::options::Budget;
+use crate::options::host::{DEVICE, FIT, FIT_TARGET, is_no};
+use crate::options::{Budget, Config};
 use std::ffi::OsString;
 
 /// llama.cpp's own default of `--fit-target`.
@@ -29,7 +28,7 @@ pub enum Fitting {
 pub fn target(
     fitting: Fitting,
     args: &[OsString],
-    flags: &MoeFlags,
+    config: &Config,
     devices: &[Device],
     expert_bytes: Option<u64>,
 ) -> Option<String> {
@@ -37,13 +36,13 @@ pub fn target(
     let is_on = match fitting {
         Fitting::Never => false,
         Fitting::OnDemand => given.is_some(),
-        Fitting::Automatic => !FIT.value(args).is_some_and(is_no),
+        Fitting::Automatic => !FIT.value(args).is_some_and(|value| is_no(&value)),
     };
-    if !is_on || !flags.cache() {
+    if !is_on || !config.caches() {
         return None;
     }
-    let hot = hot_device(flags.device.as_deref(), devices)?;
-    let extra = wanted_mib(flags.max_mib.unwrap_or_default(), hot, expert_bytes)?;
+    let hot = hot_device(config.device.as_deref(), devices)?;
+    let extra = wanted_mib(config.max_mib, hot, expert_bytes)?;
     let given = given.map_or(Some(DEFAULT_TARGET_MIB.to_string()), |value| value.into_string().ok())?;
     let position = if fitting == Fitting::Automatic { position(hot, args, devices) } else { None };
     raise(&given, position, extra)
@@ -96,11 +95,6 @@ fn raise(given: &str, position: Option<usize>, extra: u64) -> Option<String> {
     Some(values.iter().map(u64::to_string).collect::<Vec<_>>().join(","))
 }
 
-/// llama.cpp's words for no.
-fn is_no(value: OsString) -> bool {
-    ["off", "disabled", "false", "0"].iter().any(|word| value == *word)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -109,56 +103,58 @@ mod tests {
         Device { name: name.into(), total_mib: 24_000, free_mib }
     }
 
-    fn flags(max_mib: Option<Budget>, device: Option<&str>) -> MoeFlags {
-        MoeFlags { hot_cache: Some("e".into()), max_mib, device: device.map(Into::into), ..MoeFlags::default() }
+    fn config(max_mib: Option<Budget>, device: Option<&str>) -> Config {
+        let none = Config::from_lookup(|_| None);
+        let max_mib = max_mib.unwrap_or_default();
+        Config { hot_cache: Some("e".into()), max_mib, device: device.map(Into::into), ..none }
     }
 
     fn args(text: &str) -> Vec<OsString> {
         text.split_whitespace().map(OsString::from).collect()
     }
 
-    fn automatic(text: &str, flags: &MoeFlags, devices: &[Device], experts_mib: Option<u64>) -> Option<String> {
-        target(Fitting::Automatic, &args(text), flags, devices, experts_mib.map(|mib| mib * MIB))
+    fn automatic(text: &str, config: &Config, devices: &[Device], experts_mib: Option<u64>) -> Option<String> {
+        target(Fitting::Automatic, &args(text), config, devices, experts_mib.map(|mib| mib * MIB))
     }
 
     #[test]
     fn a_given_size_is_left_free_on_top_of_the_target() {
-        let flags = flags(Some(Budget::Mib(700)), None);
+        let config = config(Some(Budget::Mib(700)), None);
         let gpu = [device("CUDA0", 8000)];
-        assert_eq!(automatic("", &flags, &gpu, None).unwrap(), "1724");
-        assert_eq!(automatic("-fitt 300", &flags, &gpu, None).unwrap(), "1000");
-        assert_eq!(automatic("--fit-target 300/400", &flags, &gpu, None).unwrap(), "1000,400");
+        assert_eq!(automatic("", &config, &gpu, None).unwrap(), "1724");
+        assert_eq!(automatic("-fitt 300", &config, &gpu, None).unwrap(), "1000");
+        assert_eq!(automatic("--fit-target 300/400", &config, &gpu, None).unwrap(), "1000,400");
     }
 
     #[test]
     fn an_automatic_size_is_half_of_what_is_free_or_all_experts() {
         let gpu = [device("CUDA0", 8000)];
-        assert_eq!(automatic("", &flags(None, None), &gpu, None).unwrap(), "5024");
-        assert_eq!(automatic("", &flags(None, None), &gpu, Some(100)).unwrap(), "1124");
-        assert_eq!(automatic("", &flags(None, None), &gpu, Some(90_000)).unwrap(), "5024");
-        assert_eq!(automatic("", &flags(None, None), &[device("CUDA0", 0)], None), None);
+        assert_eq!(automatic("", &config(None, None), &gpu, None).unwrap(), "5024");
+        assert_eq!(automatic("", &config(None, None), &gpu, Some(100)).unwrap(), "1124");
+        assert_eq!(automatic("", &config(None, None), &gpu, Some(90_000)).unwrap(), "5024");
+        assert_eq!(automatic("", &config(None, None), &[device("CUDA0", 0)], None), None);
     }
 
     #[test]
     fn of_a_list_only_the_hot_device_is_raised_where_its_place_is_known() {
         let gpus = [device("CUDA0", 8000), device("CUDA1", 8000)];
-        let flags = flags(Some(Budget::Mib(10)), Some("CUDA1"));
-        assert_eq!(automatic("-dev CUDA0,CUDA1 -fitt 1,2", &flags, &gpus, None).unwrap(), "1,12");
-        assert_eq!(automatic("-dev CUDA1,CUDA0 -fitt 1,2", &flags, &gpus, None).unwrap(), "11,2");
-        assert_eq!(automatic("-dev A,B,CUDA1 -fitt 1,2", &flags, &gpus, None).unwrap(), "1,2,1034");
-        assert_eq!(automatic("-fitt 1,2", &flags, &gpus, None).unwrap(), "11,12", "llama.cpp's order is not ours");
-        assert_eq!(automatic("-dev CUDA0,CUDA1 -fitt 1", &flags, &gpus, None).unwrap(), "11", "one is for all");
+        let config = config(Some(Budget::Mib(10)), Some("CUDA1"));
+        assert_eq!(automatic("-dev CUDA0,CUDA1 -fitt 1,2", &config, &gpus, None).unwrap(), "1,12");
+        assert_eq!(automatic("-dev CUDA1,CUDA0 -fitt 1,2", &config, &gpus, None).unwrap(), "11,2");
+        assert_eq!(automatic("-dev A,B,CUDA1 -fitt 1,2", &config, &gpus, None).unwrap(), "1,2,1034");
+        assert_eq!(automatic("-fitt 1,2", &config, &gpus, None).unwrap(), "11,12", "llama.cpp's order is not ours");
+        assert_eq!(automatic("-dev CUDA0,CUDA1 -fitt 1", &config, &gpus, None).unwrap(), "11", "one is for all");
     }
 
     #[test]
     fn nothing_changes_where_there_is_no_fit_no_cache_or_no_device() {
         let gpu = [device("CUDA0", 8000)];
-        let some = flags(Some(Budget::Mib(700)), None);
+        let some = config(Some(Budget::Mib(700)), None);
         assert_eq!(automatic("--fit off", &some, &gpu, None), None);
-        assert_eq!(automatic("", &flags(Some(Budget::Off), None), &gpu, None), None);
-        assert_eq!(automatic("", &MoeFlags::default(), &gpu, None), None);
+        assert_eq!(automatic("", &config(Some(Budget::Off), None), &gpu, None), None);
+        assert_eq!(automatic("", &Config::from_lookup(|_| None), &gpu, None), None);
         assert_eq!(automatic("", &some, &[], None), None);
-        assert_eq!(automatic("", &flags(None, Some("CPU")), &gpu, None), None);
+        assert_eq!(automatic("", &config(None, Some("CPU")), &gpu, None), None);
         assert_eq!(automatic("-fitt much", &some, &gpu, None), None, "left to the program");
         assert_eq!(target(Fitting::Never, &args("-fitt 1"), &some, &gpu, None), None);
         assert_eq!(target(Fitting::OnDemand, &[], &some, &gpu, None), None);

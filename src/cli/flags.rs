@@ -1,19 +1,16 @@
 //! Our own flags, which stand among the program's arguments.
 
+use super::failure::{Failure, OrFail};
 use super::same_model::check_model;
 use crate::Error;
 use crate::gguf::ModelFile;
-use crate::options::{
-    self, Budget, HOT_CACHE, HOT_CACHE_AUTO_RESERVE_MIB, HOT_CACHE_DEVICE, HOT_CACHE_MAX_MIB, HOT_CACHE_MISS,
-    HOT_CACHE_UPDATE_RATE, PERF_OUT, Reserve, TRACE_OUT, UpdateRate,
-};
+use crate::options::host;
+use crate::options::{Config, HOT_CACHE, InvalidVariable, Kind, OPTIONS, OptionSpec, PERF_OUT, TRACE_OUT};
 use crate::profile::{Demand, Profile, folder_of};
 use crate::trace::MAGIC;
-use crate::units::MissRule;
 use anyhow::{Context, Result, anyhow, bail};
-use clap::builder::NonEmptyStringValueParser;
-use clap::{CommandFactory, Parser};
-use std::env;
+use clap::builder::{NonEmptyStringValueParser, PathBufValueParser, TypedValueParser, ValueParser};
+use clap::{Arg, Command};
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
 use std::io::{self, Read};
@@ -22,117 +19,91 @@ use std::path::{Path, PathBuf};
 /// What all of our flags begin with. No flag of llama.cpp does.
 const PREFIX: &str = "--moe-";
 
-/// The flags that moe-hot adds to llama.cpp's programs.
-#[derive(Parser, Debug, Default, PartialEq, Eq)]
-#[command(no_binary_name = true, disable_help_flag = true, args_override_self = true)]
-pub struct MoeFlags {
-    /// Record which experts are used and write the profile to FILE.
-    #[arg(long = "moe-layer-perf-out", value_name = "FILE")]
-    pub perf_out: Option<PathBuf>,
-    /// Keep the experts that this profile counts most on a GPU.
-    #[arg(long = "moe-hot-cache", value_name = "FILE")]
-    pub hot_cache: Option<PathBuf>,
-    /// GPU memory for experts in MiB; 0: none, -1: what is free (default: -1)
-    #[arg(long = "moe-hot-cache-max-mib", value_name = "N", allow_negative_numbers = true)]
-    pub max_mib: Option<Budget>,
-    /// MiB of GPU memory that an automatic size leaves free (default: 1024)
-    #[arg(long = "moe-hot-cache-auto-reserve-mib", value_name = "N", allow_negative_numbers = true)]
-    pub auto_reserve_mib: Option<Reserve>,
-    /// The GPU to keep experts on, as --list-devices names it (default: chosen by moe-hot)
-    #[arg(long = "moe-hot-cache-device", value_name = "NAME", value_parser = NonEmptyStringValueParser::new())]
-    pub device: Option<String>,
-    /// Largest share of a layer's experts on the GPU that may be replaced per 1000 tokens; 0: none (default: as it pays)
-    #[arg(long = "moe-hot-cache-update-rate", value_name = "F", allow_negative_numbers = true)]
-    pub update_rate: Option<UpdateRate>,
-    /// Where an expert is computed that is not on the GPU: cpu, copy (on the GPU, after a copy), or auto (default: auto)
-    #[arg(long = "moe-hot-cache-miss", value_name = "RULE")]
-    pub miss: Option<MissRule>,
-    /// Write the experts of every token to FILE, for moe-hot replay.
-    #[arg(long = "moe-trace-out", value_name = "FILE")]
-    pub trace_out: Option<PathBuf>,
+/// What the user has said of our options, on the command line or in the environment.
+#[derive(Debug, Default)]
+pub struct Flags {
+    /// By option, each once.
+    given: Vec<(&'static OptionSpec, OsString)>,
 }
 
-impl MoeFlags {
-    /// Whether the plugin will take experts.
-    pub fn take_experts(&self) -> bool {
-        self.perf_out.is_some() || self.trace_out.is_some() || self.cache()
+impl Flags {
+    fn value(&self, option: &OptionSpec) -> Option<&OsStr> {
+        self.given.iter().find(|(known, _)| *known == option).map(|(_, value)| value.as_os_str())
     }
 
-    /// Whether the plugin will keep experts on a device.
-    pub fn cache(&self) -> bool {
-        self.hot_cache.is_some() && self.max_mib != Some(Budget::Off)
+    /// What it comes to, without what is for the plugin alone to find out.
+    pub fn config(&self) -> Config {
+        let value = |name: &str| self.given.iter().find(|(option, _)| option.variable == name);
+        Config::from_lookup(|name| value(name).map(|(_, value)| value.clone()))
     }
 
     /// Adds what the environment says, checks what can be known before the program starts, and makes paths absolute.
     ///
     /// `model` is the model's file, where the program's arguments name one.
-    pub fn validate(&mut self, model: Option<&ModelFile>) -> Result<()> {
-        let options = self.cache_options();
-        self.add_environment()?;
-        if let (None, Some(flag)) = (&self.hot_cache, options) {
-            bail!("{flag} does nothing without a profile; expected --moe-hot-cache FILE too");
+    pub fn validate(&mut self, model: Option<&ModelFile>) -> Result<(), Failure> {
+        let on_command_line = self.given.iter().find(|(option, _)| option.needs_cache).map(|(option, _)| option.flag);
+        self.add_environment(host::variable).or_input()?;
+        if let (None, Some(flag)) = (self.value(&HOT_CACHE), on_command_line) {
+            return Err(Failure::Input(anyhow!(
+                "{flag} does nothing without a profile; expected {} {} too",
+                HOT_CACHE.flag,
+                HOT_CACHE.value_name
+            )));
         }
-        if let Some(path) = &mut self.perf_out {
-            *path = check_output(path).context("--moe-layer-perf-out")?;
-        }
-        if let Some(path) = &mut self.trace_out {
-            *path = check_trace(path).context("--moe-trace-out")?;
-        }
-        if let Some(path) = &mut self.hot_cache {
-            *path = check_input(path, model).context("--moe-hot-cache")?;
+        for (option, value) in &mut self.given {
+            let path = Path::new(value.as_os_str());
+            let checked = match *option {
+                option if *option == PERF_OUT => check_output(path),
+                option if *option == TRACE_OUT => check_trace(path),
+                option if *option == HOT_CACHE => check_input(path, model),
+                _ => continue,
+            };
+            *value = checked.context(option.flag).or_input()?.into_os_string();
         }
         Ok(())
     }
 
     /// The environment that tells the plugin all this.
-    pub fn environment(&self) -> Vec<(&'static str, OsString)> {
-        let path = |path: &Option<PathBuf>| path.clone().map(PathBuf::into_os_string);
-        let all = [
-            (PERF_OUT, path(&self.perf_out)),
-            (HOT_CACHE, path(&self.hot_cache)),
-            (HOT_CACHE_MAX_MIB, self.max_mib.map(|budget| budget.to_string().into())),
-            (HOT_CACHE_AUTO_RESERVE_MIB, self.auto_reserve_mib.map(|reserve| reserve.0.to_string().into())),
-            (HOT_CACHE_DEVICE, self.device.clone().map(OsString::from)),
-            (HOT_CACHE_UPDATE_RATE, self.update_rate.map(|rate| rate.0.to_string().into())),
-            (HOT_CACHE_MISS, self.miss.map(|rule| rule.to_string().into())),
-            (TRACE_OUT, path(&self.trace_out)),
-        ];
-        all.into_iter().filter_map(|(name, value)| Some((name, value?))).collect()
+    pub fn environment(&self) -> impl Iterator<Item = (&'static str, &OsStr)> {
+        self.given.iter().map(|(option, value)| (option.variable, value.as_os_str()))
     }
 
-    /// A flag on the command line that only steers a cache.
-    fn cache_options(&self) -> Option<&'static str> {
-        let given = [
-            (self.max_mib.is_some(), "--moe-hot-cache-max-mib"),
-            (self.auto_reserve_mib.is_some(), "--moe-hot-cache-auto-reserve-mib"),
-            (self.device.is_some(), "--moe-hot-cache-device"),
-            (self.update_rate.is_some(), "--moe-hot-cache-update-rate"),
-            (self.miss.is_some(), "--moe-hot-cache-miss"),
-        ];
-        given.into_iter().find_map(|(is_given, flag)| is_given.then_some(flag))
-    }
-
-    fn add_environment(&mut self) -> Result<()> {
-        fill(&mut self.perf_out, PERF_OUT, |_, path| Ok(path.into()))?;
-        fill(&mut self.hot_cache, HOT_CACHE, |_, path| Ok(path.into()))?;
-        fill(&mut self.max_mib, HOT_CACHE_MAX_MIB, options::parse)?;
-        fill(&mut self.auto_reserve_mib, HOT_CACHE_AUTO_RESERVE_MIB, options::parse)?;
-        fill(&mut self.device, HOT_CACHE_DEVICE, options::parse)?;
-        fill(&mut self.update_rate, HOT_CACHE_UPDATE_RATE, options::parse)?;
-        fill(&mut self.miss, HOT_CACHE_MISS, options::parse)?;
-        fill(&mut self.trace_out, TRACE_OUT, |_, path| Ok(path.into()))
+    /// Takes from the environment what was not given as a flag.
+    fn add_environment(&mut self, variable: impl Fn(&str) -> Option<OsString>) -> Result<(), InvalidVariable> {
+        for option in OPTIONS {
+            if self.value(option).is_some() {
+                continue;
+            }
+            let Some(value) = variable(option.variable) else { continue };
+            match option.check(&value) {
+                Ok(()) => self.given.push((option, value)),
+                Err(expected) => return Err(InvalidVariable { variable: option.variable, value, expected }),
+            }
+        }
+        Ok(())
     }
 }
 
-/// Takes from the environment what was not given as a flag.
-fn fill<T>(flag: &mut Option<T>, name: &str, read: impl Fn(&str, &OsStr) -> Result<T, String>) -> Result<()> {
-    let Some(value) = env::var_os(name).filter(|value| !value.is_empty() && flag.is_none()) else { return Ok(()) };
-    *flag = Some(read(name, &value).map_err(|complaint| anyhow!(complaint))?);
-    Ok(())
+/// The parser of our flags, made from the table of options. Of several values the last one counts.
+fn parser() -> Command {
+    let arg = |option: &'static OptionSpec| {
+        let value_parser: ValueParser = match option.kind {
+            Kind::Path => PathBufValueParser::new().map(PathBuf::into_os_string).into(),
+            _ => NonEmptyStringValueParser::new()
+                .try_map(|text| option.check(text.as_ref()).map(|()| OsString::from(text)))
+                .into(),
+        };
+        Arg::new(option.flag)
+            .long(option.ini_key())
+            .value_name(option.value_name)
+            .allow_negative_numbers(option.is_number())
+            .value_parser(value_parser)
+    };
+    Command::new("flags").no_binary_name(true).disable_help_flag(true).args_override_self(true).args(OPTIONS.map(arg))
 }
 
 /// Parts a command line into our flags and the program's arguments, in their order.
-pub fn take(args: Vec<OsString>) -> Result<(MoeFlags, Vec<OsString>)> {
+pub fn take(args: Vec<OsString>) -> Result<(Flags, Vec<OsString>)> {
     let (mut ours, mut theirs) = (Vec::new(), Vec::new());
     let mut args = args.into_iter().peekable();
     while let Some(arg) = args.next() {
@@ -140,43 +111,38 @@ pub fn take(args: Vec<OsString>) -> Result<(MoeFlags, Vec<OsString>)> {
             theirs.push(arg);
             continue;
         }
-        let value = flag_with_value(&arg).and_then(|flag| args.next_if(|next| is_value(&flag, next)));
+        // Written without `=`, its value comes next.
+        let option = OPTIONS.iter().find(|option| arg == option.flag);
+        let value = option.and_then(|option| args.next_if(|next| is_value(option, next)));
         ours.push(arg);
         ours.extend(value);
     }
-    let flags =
-        MoeFlags::try_parse_from(ours).map_err(|error| anyhow!("{}; our flags are {}", first_line(&error), list()))?;
-    Ok((flags, theirs))
+    let mut matches = parser()
+        .try_get_matches_from(ours)
+        .map_err(|error| anyhow!("{}; our flags are {}", first_line(&error), list()))?;
+    let given = OPTIONS.into_iter().filter_map(|option| Some((option, matches.remove_one::<OsString>(option.flag)?)));
+    Ok((Flags { given: given.collect() }, theirs))
 }
 
-/// Our flags, one a line, for `--help`.
+/// Our flags, each with what it does, for `--help`.
 pub fn help() -> String {
-    let line = |arg: &clap::Arg| {
-        format!("  {}\n          {}", usage(arg), arg.get_help().map(ToString::to_string).unwrap_or_default())
-    };
-    let lines: Vec<_> = MoeFlags::command().get_arguments().map(line).collect();
-    format!("Flags among the program's arguments:\n{}", lines.join("\n"))
+    let line =
+        |option: &OptionSpec| format!("  {}\n          {} (default: {})", usage(option), option.help, option.default);
+    format!("Flags among the program's arguments:\n{}", OPTIONS.map(line).join("\n"))
 }
 
 fn list() -> String {
-    MoeFlags::command().get_arguments().map(usage).collect::<Vec<_>>().join(", ")
+    OPTIONS.map(usage).join(", ")
 }
 
-fn usage(arg: &clap::Arg) -> String {
-    let value = arg.get_value_names().and_then(|names| names.first()).map(|name| format!(" {name}"));
-    format!("--{}{}", arg.get_long().unwrap_or_default(), value.unwrap_or_default())
-}
-
-/// Which of our flags `arg` is, if it is written without `=` and wants a value.
-fn flag_with_value(arg: &OsStr) -> Option<clap::Arg> {
-    let is_it = |known: &clap::Arg| known.get_long().is_some_and(|long| arg == OsStr::new(&format!("--{long}")));
-    MoeFlags::command().get_arguments().find(|known| is_it(known) && known.get_action().takes_values()).cloned()
+fn usage(option: &OptionSpec) -> String {
+    format!("{} {}", option.flag, option.value_name)
 }
 
 /// Whether what follows a flag is its value; `-1` can be, `-m` never is.
-fn is_value(flag: &clap::Arg, next: &OsStr) -> bool {
+fn is_value(option: &OptionSpec, next: &OsStr) -> bool {
     let is_negative = next.as_encoded_bytes().get(1).is_some_and(u8::is_ascii_digit);
-    !starts_with(next, "-") || (is_negative && flag.is_allow_negative_numbers_set())
+    !starts_with(next, "-") || (is_negative && option.is_number())
 }
 
 fn starts_with(arg: &OsStr, prefix: &str) -> bool {
@@ -241,8 +207,9 @@ fn check_input(path: &Path, model: Option<&ModelFile>) -> Result<PathBuf> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::options::Budget;
 
-    fn split(args: &[&str]) -> Result<(MoeFlags, Vec<OsString>)> {
+    fn split(args: &[&str]) -> Result<(Flags, Vec<OsString>)> {
         take(args.iter().map(OsString::from).collect())
     }
 
@@ -253,7 +220,7 @@ mod tests {
             &["-m", "a.gguf", "--moe-layer-perf-out=e.json", "-c", "4096"],
         ] {
             let (flags, rest) = split(args).unwrap();
-            assert_eq!(flags.perf_out.as_deref(), Some(Path::new("e.json")));
+            assert_eq!(flags.value(&PERF_OUT), Some(OsStr::new("e.json")));
             assert_eq!(rest, ["-m", "a.gguf", "-c", "4096"]);
         }
     }
@@ -261,14 +228,14 @@ mod tests {
     #[test]
     fn the_last_of_several_counts_as_with_llama_cpps_own_flags() {
         let (flags, _) = split(&["--moe-layer-perf-out", "a", "--moe-layer-perf-out", "b"]).unwrap();
-        assert_eq!(flags.perf_out.as_deref(), Some(Path::new("b")));
+        assert_eq!(flags.value(&PERF_OUT), Some(OsStr::new("b")));
     }
 
     #[test]
     fn a_negative_number_is_a_value_where_numbers_are_expected() {
         for args in [&["--moe-hot-cache-max-mib", "-1", "-m", "x"][..], &["--moe-hot-cache-max-mib=-1", "-m", "x"]] {
             let (flags, rest) = split(args).unwrap();
-            assert_eq!(flags.max_mib, Some(Budget::Automatic));
+            assert_eq!(flags.config().max_mib, Budget::Automatic);
             assert_eq!(rest, ["-m", "x"]);
         }
         assert!(split(&["--moe-hot-cache", "-1"]).is_err(), "a file may be called that, but is more likely forgotten");
@@ -276,7 +243,7 @@ mod tests {
 
     #[test]
     fn a_cache_takes_experts_unless_it_is_off() {
-        let takes = |args: &[&str]| split(args).unwrap().0.take_experts();
+        let takes = |args: &[&str]| split(args).unwrap().0.config().takes_experts();
         assert!(takes(&["--moe-hot-cache", "e.json"]));
         assert!(!takes(&["--moe-hot-cache", "e.json", "--moe-hot-cache-max-mib", "0"]));
         assert!(takes(&["--moe-hot-cache=e.json", "--moe-hot-cache-max-mib=0", "--moe-layer-perf-out=e.json"]));
@@ -287,9 +254,9 @@ mod tests {
         let args = "--moe-hot-cache /e --moe-hot-cache-max-mib 7 --moe-hot-cache-auto-reserve-mib 8 \
                     --moe-hot-cache-device CUDA0 --moe-layer-perf-out /o";
         let (flags, _) = split(&args.split_whitespace().collect::<Vec<_>>()).unwrap();
-        let values: Vec<_> = flags.environment().into_iter().map(|(_, value)| value).collect();
+        let values: Vec<_> = flags.environment().map(|(_, value)| value).collect();
         assert_eq!(values, ["/o", "/e", "7", "8", "CUDA0"]);
-        assert_eq!(MoeFlags::default().environment(), []);
+        assert_eq!(Flags::default().environment().count(), 0);
     }
 
     #[test]
@@ -308,6 +275,29 @@ mod tests {
             let message = split(args).unwrap_err().to_string();
             assert!(message.contains(said) && message.contains("--moe-layer-perf-out FILE"), "{args:?}: {message}");
             assert_eq!(message.lines().count(), 1);
+        }
+    }
+
+    #[test]
+    fn a_flag_wins_over_its_variable_and_a_bad_variable_is_named() {
+        let (mut flags, _) = split(&["--moe-hot-cache-max-mib", "7"]).unwrap();
+        let environment = |name: &str| match name {
+            "LLAMA_ARG_MOE_HOT_CACHE_MAX_MIB" => Some(OsString::from("9")),
+            "LLAMA_ARG_MOE_HOT_CACHE_DEVICE" => Some(OsString::from("CUDA0")),
+            _ => None,
+        };
+        flags.add_environment(environment).unwrap();
+        assert_eq!((flags.config().max_mib, flags.config().device.as_deref()), (Budget::Mib(7), Some("CUDA0")));
+        let bad = |name: &str| (name == "LLAMA_ARG_MOE_HOT_CACHE_MISS").then(|| OsString::from("gpu"));
+        let message = flags.add_environment(bad).unwrap_err().to_string();
+        assert_eq!(message, "LLAMA_ARG_MOE_HOT_CACHE_MISS is \"gpu\": expected cpu, copy or auto");
+    }
+
+    #[test]
+    fn help_names_every_option_with_its_default() {
+        let help = help();
+        for option in OPTIONS {
+            assert!(help.contains(option.flag) && help.contains(option.help) && help.contains(option.default));
         }
     }
 }

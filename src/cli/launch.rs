@@ -1,11 +1,12 @@
 //! Starting the program: environment, expert placement, exec.
 
-use super::args::{FIT_TARGET, MODEL};
-use super::flags::MoeFlags;
+use super::failure::{Failure, OrFail};
+use super::flags::{self, Flags};
 use super::program::{Program, places_experts};
-use super::{Failure, devices, fit, flags};
+use super::{devices, fit};
 use crate::gguf::ModelFile;
-use crate::options::NO_HOST;
+use crate::options::HOT_CACHE_DEVICE;
+use crate::options::host::{self, BACKEND_PATH, FIT_TARGET, MODEL, NO_HOST};
 use anyhow::{Context, Result, anyhow, ensure};
 use std::env;
 use std::ffi::OsString;
@@ -16,18 +17,12 @@ use std::process::Command;
 
 /// The plugin's file name.
 const PLUGIN: &str = "libggml_moe_hot.so";
-/// Where llama.cpp looks for one backend from elsewhere.
-const BACKEND_PATH: &str = "GGML_BACKEND_PATH";
 
 /// Replaces this process by the program. Returns only if that fails.
 pub fn launch(command: Vec<OsString>) -> Failure {
-    let (own_folder, plugin) = match own_files() {
-        Ok(files) => files,
-        Err(error) => return Failure::Internal(error),
-    };
-    let mut command = match prepare(command, &own_folder, &plugin) {
+    let mut command = match own_files().or_internal().and_then(|(folder, plugin)| prepare(command, &folder, &plugin)) {
         Ok(command) => command,
-        Err(error) => return Failure::Input(error),
+        Err(failure) => return failure,
     };
     let error = command.exec();
     let is_input = matches!(error.kind(), ErrorKind::NotFound | ErrorKind::PermissionDenied);
@@ -47,19 +42,19 @@ fn own_files() -> Result<(PathBuf, PathBuf)> {
 }
 
 /// Everything that can be refused before the program starts.
-fn prepare(command: Vec<OsString>, own_folder: &Path, plugin: &Path) -> Result<Command> {
+fn prepare(command: Vec<OsString>, own_folder: &Path, plugin: &Path) -> Result<Command, Failure> {
     let mut command = command.into_iter();
-    let name = command.next().context("expected a llama.cpp program such as llama-server")?;
-    let (mut flags, args) = flags::take(command.collect())?;
+    let name = command.next().context("expected a llama.cpp program such as llama-server").or_input()?;
+    let (mut flags, args) = flags::take(command.collect()).or_input()?;
     let model = MODEL.value(&args).and_then(|path| ModelFile::open(Path::new(&path)).ok());
     flags.validate(model.as_ref())?;
-    refuse_another_backend(plugin)?;
-    let program = Program::find(&name, own_folder)?;
+    refuse_another_backend(plugin).or_input()?;
+    let program = Program::find(&name, own_folder).or_input()?;
     program.check_revision()?;
 
     let fit_target = fit_target(&program, &args, &flags, model.as_ref())?;
     let mut run = Command::new(&program.path);
-    if flags.take_experts() && !places_experts(&args, |name| env::var_os(name).is_some()) {
+    if flags.config().takes_experts() && !places_experts(&args, host::is_set) {
         run.args(program.all_experts_on_cpu()?);
     }
     if args.iter().any(|arg| arg == "--no-host") {
@@ -80,22 +75,23 @@ fn prepare(command: Vec<OsString>, own_folder: &Path, plugin: &Path) -> Result<C
 fn fit_target(
     program: &Program,
     args: &[OsString],
-    flags: &MoeFlags,
+    flags: &Flags,
     model: Option<&ModelFile>,
-) -> Result<Option<String>> {
-    if !flags.cache() {
+) -> Result<Option<String>, Failure> {
+    let config = flags.config();
+    if !config.caches() {
         return Ok(None);
     }
     let Some(devices) = program.devices(args)? else { return Ok(None) };
-    if let Some(name) = &flags.device {
-        devices::check_name(name, &devices)?;
+    if let Some(name) = &config.device {
+        devices::check_name(name, &devices).context(HOT_CACHE_DEVICE.flag).or_input()?;
     }
-    Ok(fit::target(program.fitting()?, args, flags, &devices, model.and_then(ModelFile::expert_bytes)))
+    Ok(fit::target(program.fitting()?, args, &config, &devices, model.and_then(ModelFile::expert_bytes)))
 }
 
 /// llama.cpp loads one backend from elsewhere; if the user has chosen another, it is not ours to replace.
 fn refuse_another_backend(plugin: &Path) -> Result<()> {
-    let Some(other) = env::var_os(BACKEND_PATH).filter(|path| !path.is_empty()) else { return Ok(()) };
+    let Some(other) = host::variable(BACKEND_PATH) else { return Ok(()) };
     let is_ours =
         Path::new(&other).canonicalize().is_ok_and(|other| plugin.canonicalize().is_ok_and(|ours| ours == other));
     ensure!(

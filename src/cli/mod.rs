@@ -3,8 +3,8 @@
 //! Bad input ends with exit code 2, a failure with 1, each with one line that says what was expected.
 #![forbid(unsafe_code)]
 
-mod args;
 mod devices;
+mod failure;
 mod fit;
 mod flags;
 mod launch;
@@ -15,6 +15,7 @@ mod same_model;
 use anyhow::anyhow;
 use clap::error::ErrorKind;
 use clap::{Parser, Subcommand};
+use failure::Failure;
 use std::ffi::OsString;
 use std::process::ExitCode;
 
@@ -35,14 +36,6 @@ enum Command {
     Program(Vec<OsString>),
 }
 
-/// Why the command ends.
-enum Failure {
-    /// The user can mend it by typing something else.
-    Input(anyhow::Error),
-    /// Something that should work did not.
-    Internal(anyhow::Error),
-}
-
 /// What the command does; the exit code says how it went.
 pub fn main() -> ExitCode {
     let done = match parse() {
@@ -50,13 +43,13 @@ pub fn main() -> ExitCode {
         Ok(Command::Replay(args)) => replay::replay(&args),
         Err(failure) => Err(failure),
     };
-    let (code, error) = match done {
-        Ok(()) => return ExitCode::SUCCESS,
-        Err(Failure::Input(error)) => (2, error),
-        Err(Failure::Internal(error)) => (1, error),
-    };
-    eprintln!("moe-hot: {}", one_line(&format!("{error:#}")));
-    ExitCode::from(code)
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) => {
+            eprintln!("moe-hot: {}", failure.line());
+            failure.exit_code()
+        }
+    }
 }
 
 /// The command line. Help and version are printed from here, and end the process.
@@ -74,10 +67,4 @@ fn complaint(error: &clap::Error) -> String {
     let text = error.to_string();
     let lines: Vec<_> = text.lines().take_while(|line| !line.is_empty()).map(str::trim).collect();
     lines.join(" ").trim_start_matches("error: ").to_owned()
-}
-
-/// The text with control characters written out, whatever a file is called.
-fn one_line(text: &str) -> String {
-    let written = |c: char| if c.is_control() { c.escape_default().to_string() } else { c.to_string() };
-    text.chars().map(written).collect()
 }

@@ -1,10 +1,11 @@
 //! Finding a llama.cpp program and learning what it is from its own `--version` and `--help`.
 
-use super::args::RPC;
 use super::devices::{self, Device};
+use super::failure::{Failure, OrFail};
 use super::fit::Fitting;
 use crate::ggml::{COMMIT, is_commit, is_our_commit};
-use anyhow::{Context, Result, bail};
+use crate::options::host::{BACKEND_PATH, PLACEMENT_FLAGS, PLACEMENT_VARIABLES, RPC};
+use anyhow::{Context, Result, anyhow, bail};
 use std::cell::OnceCell;
 use std::ffi::{OsStr, OsString};
 use std::io::{Read, Seek};
@@ -16,7 +17,7 @@ use wait_timeout::ChildExt;
 /// Where `scripts/setup` builds stock llama.cpp, seen from our own executable in `target/release`.
 const STOCK: &str = "../../build/stock/bin";
 /// How long a program may take to say what it is.
-const PATIENCE: Duration = Duration::from_secs(20);
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// A program found on this machine.
 pub struct Program {
@@ -50,20 +51,20 @@ impl Program {
     /// Refuses a program that says it is of another llama.cpp revision than the plugin.
     ///
     /// Programs that do not say are let through: the plugin compares again when it is loaded.
-    pub fn check_revision(&self) -> Result<()> {
+    pub fn check_revision(&self) -> Result<(), Failure> {
         let Some(version) = version_line(&self.ask(&["--version".into()])?).map(str::to_owned) else { return Ok(()) };
         if is_other_revision(&version) {
-            bail!(
+            return Err(Failure::Input(anyhow!(
                 "{} is llama.cpp {version}; expected commit {}: build that revision (scripts/setup does) or moe-hot for yours",
                 self.path.display(),
                 &COMMIT[..9]
-            );
+            )));
         }
         Ok(())
     }
 
     /// The arguments that keep all experts off the GPUs, in this program's words; none if it has none.
-    pub fn all_experts_on_cpu(&self) -> Result<&'static [&'static str]> {
+    pub fn all_experts_on_cpu(&self) -> Result<&'static [&'static str], Failure> {
         Ok(if self.knows("--cpu-moe")? {
             &["--cpu-moe"]
         } else if self.knows("--n-cpu-moe")? {
@@ -74,7 +75,7 @@ impl Program {
     }
 
     /// Whether and when the program fits a model to its devices.
-    pub fn fitting(&self) -> Result<Fitting> {
+    pub fn fitting(&self) -> Result<Fitting, Failure> {
         Ok(match (self.knows("--fit-target")?, self.knows("--fit")?) {
             (false, _) => Fitting::Never,
             (true, false) => Fitting::OnDemand,
@@ -83,7 +84,7 @@ impl Program {
     }
 
     /// The devices that the program has with the user's arguments; `None` if it does not say.
-    pub fn devices(&self, args: &[OsString]) -> Result<Option<Vec<Device>>> {
+    pub fn devices(&self, args: &[OsString]) -> Result<Option<Vec<Device>>, Failure> {
         if !self.knows("--list-devices")? {
             return Ok(None);
         }
@@ -93,7 +94,7 @@ impl Program {
     }
 
     /// Whether the program's help names a flag.
-    fn knows(&self, flag: &str) -> Result<bool> {
+    fn knows(&self, flag: &str) -> Result<bool, Failure> {
         let help = match self.help.get() {
             Some(help) => help,
             None => {
@@ -105,24 +106,21 @@ impl Program {
     }
 
     /// What the program prints when started with these arguments and without the plugin.
-    fn ask(&self, arguments: &[OsString]) -> Result<String> {
+    fn ask(&self, arguments: &[OsString]) -> Result<String, Failure> {
         let failed = || format!("{}: cannot be started with {arguments:?}", self.path.display());
-        let mut output = tempfile::tempfile().context("a temporary file")?;
-        let mut child = Command::new(&self.path)
-            .args(arguments)
-            .env_remove("GGML_BACKEND_PATH")
-            .stdin(Stdio::null())
-            .stdout(output.try_clone()?)
-            .stderr(output.try_clone()?)
-            .spawn()
-            .with_context(failed)?;
-        if child.wait_timeout(PATIENCE).with_context(failed)?.is_none() {
-            child.kill().with_context(failed)?;
-            child.wait().with_context(failed)?;
+        let mut output = tempfile::tempfile().context("a temporary file").or_internal()?;
+        let mut command = Command::new(&self.path);
+        command.args(arguments).env_remove(BACKEND_PATH).stdin(Stdio::null());
+        for set in [Command::stdout, Command::stderr] {
+            set(&mut command, output.try_clone().or_internal()?);
         }
-        output.rewind()?;
+        let mut child = command.spawn().with_context(failed).or_internal()?;
+        let answered = child.wait_timeout(ANSWER_TIMEOUT).with_context(failed).or_internal()?;
+        if answered.is_none() {
+            child.kill().and_then(|()| child.wait()).with_context(failed).or_internal()?;
+        }
         let mut text = Vec::new();
-        output.read_to_end(&mut text)?;
+        output.rewind().and_then(|()| output.read_to_end(&mut text)).with_context(failed).or_internal()?;
         Ok(String::from_utf8_lossy(&text).into_owned())
     }
 }
@@ -140,9 +138,8 @@ fn is_other_revision(version: &str) -> bool {
 
 /// Whether the user has said where experts go, on the command line or in llama.cpp's environment.
 pub fn places_experts(args: &[OsString], env: impl Fn(&str) -> bool) -> bool {
-    const FLAGS: [&str; 6] = ["--cpu-moe", "-cmoe", "--n-cpu-moe", "-ncmoe", "--override-tensor", "-ot"];
-    const VARIABLES: [&str; 3] = ["LLAMA_ARG_CPU_MOE", "LLAMA_ARG_N_CPU_MOE", "LLAMA_ARG_OVERRIDE_TENSOR"];
-    args.iter().any(|arg| FLAGS.iter().any(|flag| arg == flag)) || VARIABLES.iter().any(|name| env(name))
+    args.iter().any(|arg| PLACEMENT_FLAGS.iter().any(|flag| arg == flag))
+        || PLACEMENT_VARIABLES.iter().any(|name| env(name))
 }
 
 #[cfg(test)]

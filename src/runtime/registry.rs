@@ -8,7 +8,8 @@ use super::record::trace::TraceFile;
 use super::record::{self, Profiles, SaveThread};
 use super::timing::LayerTimes;
 use crate::ggml::{Device, Level, OwnIds, Tensor, close_buffer, is_hosts_log, log};
-use crate::options::{Budget, Config, OFFLOAD_MIN_BATCH};
+use crate::options::host::OFFLOAD_MIN_BATCH;
+use crate::options::{Budget, Config};
 use std::collections::HashMap;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
@@ -235,7 +236,9 @@ impl Runtime {
             return;
         }
         self.said_recording.call_once(|| {
-            self.config.complaints.iter().for_each(|complaint| log(Level::Warn, complaint));
+            for invalid in &self.config.invalid {
+                log(Level::Warn, &format!("{invalid}; the default is used"));
+            }
             if let Some(path) = &self.config.perf_out {
                 self.say_recording(path);
             }

@@ -1,14 +1,16 @@
 //! `moe-hot replay`: plays recorded routing through cache policies and prints hit rates.
 
+mod names;
 mod play;
 mod report;
 
-use super::Failure;
+use super::failure::{Failure, OrFail};
 use crate::cache::policy::CopyCost;
 use crate::profile::Demand;
 use crate::trace::Trace;
 use anyhow::{Context, Result, bail, ensure};
 use clap::{Args, ValueEnum};
+use names::{PolicyName, Warm};
 use play::{Case, play};
 use report::Row;
 use std::path::{Path, PathBuf};
@@ -59,45 +61,24 @@ pub struct ReplayArgs {
     json: Option<PathBuf>,
 }
 
-/// A policy by name.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum PolicyName {
-    All,
-    Lru,
-    Lfu,
-    Blend,
-    Belady,
-    Default,
-    Fixed,
-}
+/// A price that is no number of hits.
+#[derive(Debug, thiserror::Error)]
+#[error("expected a number of hits, 0 or more")]
+struct InvalidPrice;
 
-/// What is known before the first decoded token.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Warm {
-    None,
-    Prompt,
-    Profile,
-}
-
-/// How a value is written on the command line.
-fn name(value: impl ValueEnum) -> String {
-    value.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()
-}
-
-fn price(text: &str) -> Result<f32, String> {
-    let price = text.parse::<f32>().ok().filter(|price| price.is_finite() && *price >= 0.0);
-    price.ok_or_else(|| "expected a number of hits, 0 or more".to_owned())
+fn price(text: &str) -> Result<f32, InvalidPrice> {
+    text.parse::<f32>().ok().filter(|price| price.is_finite() && *price >= 0.0).ok_or(InvalidPrice)
 }
 
 /// Replays everything that was asked for and prints it.
 pub fn replay(args: &ReplayArgs) -> Result<(), Failure> {
-    let rows = rows(args).map_err(Failure::Input)?;
+    let rows = rows(args).or_input()?;
     match &args.json {
         None => report::table(&rows),
         Some(path) if path == Path::new("-") => report::json(&rows, std::io::stdout().lock()),
         Some(path) => report::json_file(&rows, path),
     }
-    .map_err(Failure::Internal)
+    .or_internal()
 }
 
 fn rows(args: &ReplayArgs) -> Result<Vec<Row>> {

@@ -1,6 +1,6 @@
 //! One trace, one policy, one size.
 
-use super::{PolicyName, Warm};
+use super::names::{PolicyName, Warm};
 use crate::cache::policy::{AdmissionRule, Blend, CopyCost, Policy, ReplacementPolicy, Weights, ranks, worth_of_ranks};
 use crate::profile::Demand;
 use crate::replay::policies::{Belady, Fixed, Lfu, LookAhead, Lru};

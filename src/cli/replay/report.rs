@@ -1,6 +1,6 @@
 //! How results are printed: a table, or JSON as docs/replay.md describes it.
 
-use super::name;
+use super::names::name;
 use super::play::{Case, Outcome};
 use anyhow::{Context, Result};
 use comfy_table::{CellAlignment, Table, presets};

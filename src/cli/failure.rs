@@ -1,0 +1,71 @@
+//! Why the command ends, and with which exit code.
+
+use anyhow::Error;
+use std::process::ExitCode;
+
+/// Why the command ends.
+#[derive(Debug)]
+pub enum Failure {
+    /// The user can mend it by typing something else. Exit code 2.
+    Input(Error),
+    /// Something that should work did not. Exit code 1.
+    Internal(Error),
+}
+
+impl Failure {
+    /// The exit code that stands for it.
+    pub fn exit_code(&self) -> ExitCode {
+        ExitCode::from(match self {
+            Self::Input(_) => 2,
+            Self::Internal(_) => 1,
+        })
+    }
+
+    /// What went wrong, on one line.
+    pub fn line(&self) -> String {
+        let (Self::Input(error) | Self::Internal(error)) = self;
+        one_line(&format!("{error:#}"))
+    }
+}
+
+/// Says whose fault an error is.
+pub trait OrFail<T> {
+    /// The user can mend it by typing something else.
+    fn or_input(self) -> Result<T, Failure>;
+    /// Something that should work did not.
+    fn or_internal(self) -> Result<T, Failure>;
+}
+
+impl<T, E: Into<Error>> OrFail<T> for Result<T, E> {
+    fn or_input(self) -> Result<T, Failure> {
+        self.map_err(|error| Failure::Input(error.into()))
+    }
+
+    fn or_internal(self) -> Result<T, Failure> {
+        self.map_err(|error| Failure::Internal(error.into()))
+    }
+}
+
+/// The text with control characters written out, whatever a file is called.
+fn one_line(text: &str) -> String {
+    let written = |c: char| if c.is_control() { c.escape_default().to_string() } else { c.to_string() };
+    text.chars().map(written).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use anyhow::anyhow;
+
+    #[test]
+    fn bad_input_ends_with_2_and_everything_else_with_1() {
+        assert_eq!(Err::<(), _>(anyhow!("x")).or_input().unwrap_err().exit_code(), ExitCode::from(2));
+        assert_eq!(Err::<(), _>(anyhow!("x")).or_internal().unwrap_err().exit_code(), ExitCode::from(1));
+    }
+
+    #[test]
+    fn what_is_told_is_one_line_with_its_causes() {
+        let failure = Failure::Input(anyhow!("no such\nfile").context("--moe-hot-cache"));
+        assert_eq!(failure.line(), "--moe-hot-cache: no such\\nfile");
+    }
+}

@@ -1,0 +1,106 @@
+use super::*;
+use std::fmt::Write;
+
+fn config(variables: &[(&str, &str)]) -> Config {
+    Config::from_lookup(|name| variables.iter().find(|(key, _)| *key == name).map(|(_, value)| value.into()))
+}
+
+#[test]
+fn nothing_set_means_nothing_taken() {
+    let config = config(&[]);
+    assert!(!config.takes_experts());
+    assert_eq!(config.offload_min_batch, 32);
+}
+
+#[test]
+fn an_empty_path_is_no_path_and_a_relative_one_becomes_absolute() {
+    assert_eq!(config(&[(PERF_OUT.variable, "")]).perf_out, None);
+    assert!(config(&[(PERF_OUT.variable, "experts.json")]).perf_out.unwrap().is_absolute());
+}
+
+#[test]
+fn a_cache_takes_experts_unless_it_is_off() {
+    let (file, size) = ((HOT_CACHE.variable, "experts.json"), HOT_CACHE_MAX_MIB.variable);
+    assert!(config(&[file]).takes_experts());
+    assert!(config(&[file, (size, "1")]).takes_experts());
+    assert!(!config(&[file, (size, "0")]).takes_experts());
+    assert!(!config(&[(HOT_CACHE.variable, "")]).takes_experts());
+    assert!(!config(&[(size, "100")]).takes_experts());
+}
+
+#[test]
+fn every_option_is_read_into_the_configuration() {
+    let values = ["/out", "/profile", "700", "0", "CUDA0", "0.25", "copy", "/trace"];
+    let variables: Vec<_> = OPTIONS.iter().map(|option| option.variable).zip(values).collect();
+    let all = config(&variables);
+    assert_eq!((all.perf_out, all.hot_cache), (Some("/out".into()), Some("/profile".into())));
+    assert_eq!((all.max_mib, all.auto_reserve_mib), (Budget::Mib(700), 0));
+    assert_eq!((all.device.as_deref(), all.update_rate), (Some("CUDA0"), Some(UpdateRate(0.25))));
+    assert_eq!((all.miss, all.trace_out, all.invalid), (MissRule::Copy, Some("/trace".into()), Vec::new()));
+    let none = config(&[]);
+    assert_eq!((none.max_mib, none.auto_reserve_mib, none.device), (Budget::Automatic, 1024, None));
+}
+
+#[test]
+fn settings_for_tests_do_nothing_unless_set() {
+    let none = config(&[]);
+    let unset = (none.test_slots, none.test_free_copies, none.test_timings, none.claim_unplaced);
+    assert_eq!(unset, (None, false, None, false));
+    let some = config(&[
+        (TEST_SLOTS.variable, "4"),
+        (TEST_FREE_COPIES.variable, "1"),
+        (TEST_TIMINGS.variable, "/t"),
+        (TEST_CLAIM_UNPLACED.variable, "1"),
+    ]);
+    let set = (some.test_slots, some.test_free_copies, some.test_timings, some.claim_unplaced);
+    assert_eq!(set, (Some(4), true, Some("/t".into()), true));
+}
+
+#[test]
+fn what_cannot_be_read_becomes_the_default_and_is_told() {
+    let config = config(&[
+        (HOT_CACHE_MAX_MIB.variable, "much"),
+        (HOT_CACHE_AUTO_RESERVE_MIB.variable, "-5"),
+        (TEST_SLOTS.variable, "x"),
+    ]);
+    assert_eq!((config.max_mib, config.auto_reserve_mib, config.test_slots), (Budget::Automatic, 1024, None));
+    assert_eq!(config.invalid.len(), 3);
+    let told = config.invalid[0].to_string();
+    assert!(told.starts_with("LLAMA_ARG_MOE_HOT_CACHE_MAX_MIB is \"much\": expected a whole number of MiB"), "{told}");
+}
+
+#[test]
+fn either_name_keeps_us_away_from_page_locked_memory() {
+    assert!(!config(&[]).no_host);
+    assert!(config(&[(NO_HOST, "1")]).no_host && config(&[(LLAMA_NO_HOST, "true")]).no_host);
+    assert!(!config(&[(LLAMA_NO_HOST, "0")]).no_host);
+}
+
+#[test]
+fn the_names_of_an_option_belong_together() {
+    for option in OPTIONS {
+        let words = option.ini_key();
+        assert_eq!(option.flag, format!("--{words}"));
+        assert_eq!(option.variable, format!("LLAMA_ARG_{}", words.replace('-', "_").to_uppercase()));
+        assert!(option.check(OsStr::new("auto")).is_ok() || option.check(OsStr::new("1")).is_ok(), "{words}");
+    }
+}
+
+/// The README's table, from the table of options.
+fn readme_table() -> String {
+    let mut table = "| flag | environment | what it does | default |\n|---|---|---|---|\n".to_owned();
+    for option in OPTIONS {
+        let OptionSpec { flag, variable, value_name, help, default, .. } = option;
+        writeln!(table, "| `{flag} {value_name}` | `{variable}` | {help} | {default} |").unwrap();
+    }
+    table
+}
+
+#[test]
+fn the_readme_has_the_table_of_options() {
+    let readme = include_str!("../../README.md");
+    let (begin, end) = ("<!-- options -->\n", "<!-- end of options -->");
+    let table = readme.split_once(begin).and_then(|(_, rest)| rest.split_once(end)).map(|(table, _)| table.trim());
+    let wanted = readme_table();
+    assert_eq!(table, Some(wanted.trim()), "put this between the README's markers:\n{wanted}");
+}
