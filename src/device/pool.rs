@@ -114,7 +114,7 @@ impl PoolWriter {
 
     /// Address on the device and length in bytes of each tensor's part of a slot, in the order of the expert's bytes.
     /// `None` if the pool has no such slot.
-    pub fn ranges(&self, slot: u16) -> Option<impl Iterator<Item = (usize, usize)>> {
+    pub fn ranges(&self, slot: u16) -> Option<impl Iterator<Item = (usize, usize)> + Clone> {
         let parts = self.index.iter().zip(&self.expert_bytes);
         let range = move |(&tensor, &len)| (self.tensors.address(tensor) + usize::from(slot) * len, len);
         (slot < self.slots).then(|| parts.map(range))

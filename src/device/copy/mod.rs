@@ -20,7 +20,7 @@ use std::time::Duration;
 /// Bytes of staging memory, over all blocks of an engine.
 pub const STAGING_BYTES: usize = 64 << 20;
 /// A copy that is not complete after this time is lost.
-pub const PATIENCE: Duration = Duration::from_secs(5);
+pub const COPY_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// One expert on its way to a slot.
 pub struct Copy {
@@ -69,7 +69,7 @@ pub trait CopyEngine: Send {
 
     /// Waits up to `timeout` for the oldest copy to end. `None` if it has not, or there is none.
     ///
-    /// A copy that has been on its way for longer than [`PATIENCE`] is reported as lost.
+    /// A copy that has been on its way for longer than [`COPY_TIMEOUT`] is reported as lost.
     fn wait(&mut self, timeout: Duration) -> Option<(u64, Outcome)>;
 }
 

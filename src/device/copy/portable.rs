@@ -3,7 +3,7 @@
 //! ggml can only wait without a limit, so the waiting is done by that thread, which is left alone, with everything it
 //! uses, if a copy never ends. Staging blocks travel with their copies: nobody else can touch them meanwhile.
 
-use super::{Copy, CopyEngine, Outcome, PATIENCE, Read, Started, staging_blocks};
+use super::{COPY_TIMEOUT, Copy, CopyEngine, Outcome, Read, Started, staging_blocks};
 use crate::ggml::{Backend, Device, HostBlock};
 use crate::{Error, Result};
 use std::collections::VecDeque;
@@ -63,22 +63,16 @@ impl Queue {
     }
 }
 
-/// What the thread reports.
-struct Ended {
-    id: u64,
-    arrived: bool,
-    block: HostBlock,
-}
-
 /// Copies through a backend instance of its own on one device.
 pub struct PortableEngine {
     staged: Arc<Queue>,
-    ended: Receiver<Ended>,
+    /// Of each copy, in their order: its block, and whether it has arrived.
+    ended: Receiver<(HostBlock, bool)>,
     thread: Option<JoinHandle<()>>,
     free: Vec<HostBlock>,
     /// Ids and starting times of the copies in flight, oldest first.
-    flying: VecDeque<(u64, Instant)>,
-    patience: Duration,
+    in_flight: VecDeque<(u64, Instant)>,
+    timeout: Duration,
 }
 
 impl PortableEngine {
@@ -94,23 +88,22 @@ impl PortableEngine {
         let run = move || {
             while let Some(Staged { copy, block }) = incoming.pop() {
                 let arrived = copy.target.fill(&mut backend, copy.slot.0, &block).unwrap_or(false);
-                let id = copy.id;
                 drop(copy); // its pool may be waited for
-                if done.send(Ended { id, arrived, block }).is_err() {
+                if done.send((block, arrived)).is_err() {
                     return;
                 }
             }
         };
         let thread = std::thread::Builder::new().name("moe-hot-copy".into()).spawn(run);
         let thread = thread.map_err(|_| Error::Ggml("a thread for copies"))?;
-        Ok(Self { staged, ended, thread: Some(thread), free, flying: VecDeque::new(), patience: PATIENCE })
+        Ok(Self { staged, ended, thread: Some(thread), free, in_flight: VecDeque::new(), timeout: COPY_TIMEOUT })
     }
 
-    /// The same with another limit than [`PATIENCE`].
+    /// The same with another limit than [`COPY_TIMEOUT`].
     #[cfg(test)]
     #[must_use]
-    pub fn with_patience(mut self, patience: Duration) -> Self {
-        self.patience = patience;
+    pub fn with_timeout(mut self, timeout: Duration) -> Self {
+        self.timeout = timeout;
         self
     }
 }
@@ -127,22 +120,22 @@ impl CopyEngine for PortableEngine {
         if self.staged.push(Staged { copy, block }).is_err() {
             return Started::Refused;
         }
-        self.flying.push_back((id, Instant::now()));
+        self.in_flight.push_back((id, Instant::now()));
         Started::Yes
     }
 
     fn in_flight(&self) -> usize {
-        self.flying.len()
+        self.in_flight.len()
     }
 
     fn wait(&mut self, timeout: Duration) -> Option<(u64, Outcome)> {
-        let &(id, since) = self.flying.front()?;
-        let left = self.patience.saturating_sub(since.elapsed());
+        let &(id, since) = self.in_flight.front()?;
+        let left = self.timeout.saturating_sub(since.elapsed());
         match self.ended.recv_timeout(timeout.min(left)) {
-            Ok(Ended { id, arrived, block }) => {
+            Ok((block, arrived)) => {
                 self.free.push(block);
-                self.flying.pop_front();
-                if let Some((_, since)) = self.flying.front_mut() {
+                self.in_flight.pop_front();
+                if let Some((_, since)) = self.in_flight.front_mut() {
                     // It waited behind the one that has just ended.
                     *since = Instant::now();
                 }
@@ -153,11 +146,11 @@ impl CopyEngine for PortableEngine {
                 // The thread hangs in the device and cannot be ended: leave it.
                 self.thread = None;
                 self.staged.close();
-                self.flying.pop_front();
+                self.in_flight.pop_front();
                 Some((id, Outcome::Lost))
             }
             Err(RecvTimeoutError::Disconnected) => {
-                self.flying.pop_front();
+                self.in_flight.pop_front();
                 Some((id, Outcome::Failed))
             }
         }
@@ -167,7 +160,7 @@ impl CopyEngine for PortableEngine {
 impl Drop for PortableEngine {
     fn drop(&mut self) {
         // Copies in flight end first, unless one of them does not.
-        while self.thread.is_some() && self.wait(self.patience).is_some() {}
+        while self.thread.is_some() && self.wait(self.timeout).is_some() {}
         self.staged.close();
         if let Some(thread) = self.thread.take() {
             // A panic in the thread has been reported by the panic hook and failed its copy.

@@ -8,8 +8,8 @@ use crate::ggml::testing::load_cpu;
 use std::time::Duration;
 
 fn on(device: Device, pinned: bool, check: impl FnOnce(&Subject<'_>)) {
-    let make = |bytes: usize, patience: Duration| -> Box<dyn CopyEngine> {
-        Box::new(PortableEngine::new(device, bytes, pinned).unwrap().with_patience(patience))
+    let make = |bytes: usize, timeout: Duration| -> Box<dyn CopyEngine> {
+        Box::new(PortableEngine::new(device, bytes, pinned).unwrap().with_timeout(timeout))
     };
     check(&Subject { make: &make, device });
 }

@@ -1,14 +1,14 @@
 //! The driver's functions that we use, loaded at run time, with every answer checked. What is made here is destroyed on
 //! drop; for that, and for every other use, its context must be current.
 
-use super::Place;
+use super::DeviceId;
 use crate::{Error, Result};
 use cudarc::driver::{DriverError, result, sys};
 use std::ffi::c_void;
 use std::ptr::NonNull;
 
 /// What cudarc looks up in the driver for us.
-pub(super) const FUNCTIONS: [&str; 16] = [
+pub(super) const FUNCTIONS: [&str; 17] = [
     "cuInit",
     "cuDeviceGet",
     "cuDeviceGetByPCIBusId",
@@ -21,6 +21,7 @@ pub(super) const FUNCTIONS: [&str; 16] = [
     "cuMemHostAlloc",
     "cuMemFreeHost",
     "cuMemcpyHtoDAsync_v2",
+    "cuMemcpyDtoHAsync_v2",
     "cuEventCreate",
     "cuEventRecord",
     "cuEventQuery",
@@ -67,14 +68,14 @@ unsafe impl Send for Context {}
 
 impl Context {
     /// Current on this thread when it returns.
-    pub(super) fn new(place: &Place) -> Result<Self> {
+    pub(super) fn new(id: &DeviceId) -> Result<Self> {
         load()?;
-        let device = match place {
-            Place::Ordinal(ordinal) => checked("cuDeviceGet", result::device::get(*ordinal))?,
-            Place::Bus(id) => {
+        let device = match id {
+            DeviceId::Ordinal(ordinal) => checked("cuDeviceGet", result::device::get(*ordinal))?,
+            DeviceId::Bus(bus) => {
                 let mut device = 0;
                 // SAFETY: a place for the answer, and a NUL-terminated string.
-                let code = unsafe { sys::cuDeviceGetByPCIBusId(&mut device, id.as_ptr()) };
+                let code = unsafe { sys::cuDeviceGetByPCIBusId(&mut device, bus.as_ptr()) };
                 checked("cuDeviceGetByPCIBusId", code.result())?;
                 device
             }
@@ -120,6 +121,17 @@ impl Stream {
         // SAFETY: the caller's promise; the stream is live.
         let copied = unsafe { result::memcpy_htod_async(address as sys::CUdeviceptr, bytes, self.0) };
         checked("cuMemcpyHtoDAsync", copied)
+    }
+
+    /// Queues a copy back to the host.
+    ///
+    /// # Safety
+    /// `to` and as many bytes of the device's memory at `address` live, and `to` is used by nobody else, until the stream is
+    /// idle or an event that is recorded after this call is reached.
+    pub(super) unsafe fn copy_to_host(&self, to: NonNull<u8>, address: usize, len: usize) -> Result<()> {
+        // SAFETY: the caller's promise; the stream is live.
+        let copied = unsafe { sys::cuMemcpyDtoHAsync_v2(to.as_ptr().cast(), address as sys::CUdeviceptr, len, self.0) };
+        checked("cuMemcpyDtoHAsync", copied.result())
     }
 
     /// Has `event` reached once everything is done that has been queued so far.
@@ -189,8 +201,14 @@ impl PageLocked {
         Ok(Self { start, size })
     }
 
+    /// Where it begins, for the device to write to.
+    pub(super) fn start(&self) -> NonNull<u8> {
+        self.start
+    }
+
+    /// All of it. Staging is only read by the device; what is read back is looked at once the device has written it.
     pub(super) fn bytes(&self) -> &[u8] {
-        // SAFETY: ours, initialised in `new`; whoever writes borrows it mutably, and the device only reads.
+        // SAFETY: ours, initialised in `new`; whoever writes borrows it mutably, and the device has written what it will.
         unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.size) }
     }
 
@@ -204,5 +222,36 @@ impl Drop for PageLocked {
     fn drop(&mut self) {
         // SAFETY: allocated by the driver.
         let _ = unsafe { result::free_host(self.start.as_ptr().cast::<c_void>()) };
+    }
+}
+
+/// Ordinary host memory that a driver's function may write to through its address.
+pub(super) struct Pageable(NonNull<[u8]>);
+
+// SAFETY: plain memory that we own.
+unsafe impl Send for Pageable {}
+
+impl Pageable {
+    /// `size` zeros.
+    pub(super) fn new(size: usize) -> Self {
+        Self(NonNull::from(Box::leak(vec![0; size].into_boxed_slice())))
+    }
+
+    /// Where it begins.
+    pub(super) fn start(&self) -> NonNull<u8> {
+        self.0.cast()
+    }
+
+    /// All of it.
+    pub(super) fn bytes(&self) -> &[u8] {
+        // SAFETY: ours and initialised; whoever writes does so while no copy is in flight that we would look at.
+        unsafe { self.0.as_ref() }
+    }
+}
+
+impl Drop for Pageable {
+    fn drop(&mut self) {
+        // SAFETY: leaked by `new`, once; the driver has written what it will.
+        drop(unsafe { Box::from_raw(self.0.as_ptr()) });
     }
 }

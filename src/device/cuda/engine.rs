@@ -1,13 +1,13 @@
-//! The engine: a copy is one transaction of a host-to-device copy for each tensor and one event after them.
+//! The engine: a copy is one transaction of a host-to-device copy for each tensor, a read-back of its ends, and one event.
 //!
 //! The driver offers no wait with a limit, so events are asked for in short intervals: what is waited for is another
 //! device, which wakes nobody. After a failure nothing is started any more; whatever the device may still use is then kept
 //! for the life of the process.
 
-use super::Place;
+use super::DeviceId;
 use super::driver::{Context, Stream};
 use super::staging::Block;
-use crate::device::copy::{Copy, CopyEngine, Outcome, PATIENCE, Read, Started};
+use crate::device::copy::{COPY_TIMEOUT, Copy, CopyEngine, Outcome, Read, Started};
 use crate::ggml::{Level, log};
 use crate::{Error, Result};
 use std::collections::VecDeque;
@@ -16,13 +16,13 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 /// Between two looks at an event.
-const GLANCE: Duration = Duration::from_micros(100);
+const POLL_INTERVAL: Duration = Duration::from_micros(100);
 
 /// Copies to one CUDA device through page-locked memory and a stream of its own.
-pub struct CudaEngine(ManuallyDrop<Ring>);
+pub struct CudaEngine(ManuallyDrop<Queue>);
 
 /// What a copy needs until it has ended.
-struct Flight {
+struct InFlight {
     copy: Copy,
     block: Block,
     /// When its turn came.
@@ -30,95 +30,110 @@ struct Flight {
 }
 
 /// All that the device may use while copies are in flight. The context is dropped last.
-struct Ring {
+struct Queue {
     free: Vec<Block>,
     /// Oldest first.
-    flying: VecDeque<Flight>,
+    in_flight: VecDeque<InFlight>,
     /// Reported or refused, but perhaps still used by the device.
-    stranded: Vec<Flight>,
-    patience: Duration,
+    not_reusable: Vec<InFlight>,
+    timeout: Duration,
     has_failed: bool,
     has_lost: bool,
     stream: Stream,
     context: Context,
 }
 
+impl InFlight {
+    /// Whether what was read back is what was sent. To be asked once the copy has ended.
+    fn has_arrived(&self) -> Result<bool> {
+        let Copy { target, slot, .. } = &self.copy;
+        let ranges = target.ranges(slot.0).ok_or(Error::Ggml("a slot of the pool"))?;
+        self.block.has_arrived(target.expert_bytes(), ranges.map(|(_, len)| len))
+    }
+}
+
 impl CudaEngine {
     /// An engine for experts of up to `expert_bytes`. Staging is page-locked if `pinned` and if the driver can.
-    pub fn new(place: &Place, expert_bytes: usize, pinned: bool) -> Result<Self> {
-        let context = Context::new(place)?;
+    pub fn new(id: &DeviceId, expert_bytes: usize, pinned: bool) -> Result<Self> {
+        let context = Context::new(id)?;
         let stream = Stream::new()?;
         let free = Block::allocate_all(expert_bytes, pinned)?;
-        let (flying, stranded) = (VecDeque::with_capacity(free.len()), Vec::with_capacity(free.len()));
-        let patience = PATIENCE;
-        let ring = Ring { free, flying, stranded, patience, has_failed: false, has_lost: false, stream, context };
-        Ok(Self(ManuallyDrop::new(ring)))
+        let (in_flight, not_reusable) = (VecDeque::with_capacity(free.len()), Vec::with_capacity(free.len()));
+        let timeout = COPY_TIMEOUT;
+        let queue =
+            Queue { free, in_flight, not_reusable, timeout, has_failed: false, has_lost: false, stream, context };
+        Ok(Self(ManuallyDrop::new(queue)))
     }
 
-    /// The same with another limit than [`PATIENCE`].
+    /// The same with another limit than [`COPY_TIMEOUT`].
     #[cfg(test)]
     #[must_use]
-    pub fn with_patience(mut self, patience: Duration) -> Self {
-        self.0.patience = patience;
+    pub fn with_timeout(mut self, timeout: Duration) -> Self {
+        self.0.timeout = timeout;
         self
     }
 }
 
 impl CopyEngine for CudaEngine {
     fn start(&mut self, copy: Copy, read: Read<'_>) -> Started {
-        let ring = &mut *self.0;
-        if ring.has_failed || copy.target.ranges(copy.slot.0).is_none() {
+        let queue = &mut *self.0;
+        if queue.has_failed || copy.target.ranges(copy.slot.0).is_none() {
             return Started::Refused;
         }
-        let Some(mut block) = ring.free.pop() else { return Started::Full };
+        let Some(mut block) = queue.free.pop() else { return Started::Full };
         if !block.fill(copy.target.expert_bytes(), read) {
-            ring.free.push(block);
+            queue.free.push(block);
             return Started::Unreadable;
         }
-        let sent = ring.send(&copy, &block);
-        let flight = Flight { copy, block, since: Instant::now() };
+        let sent = queue.send(&copy, &mut block);
+        let copy = InFlight { copy, block, since: Instant::now() };
         match sent {
             Ok(()) => {
-                ring.flying.push_back(flight);
+                queue.in_flight.push_back(copy);
                 Started::Yes
             }
             Err(error) => {
                 // Some of its tensors may be on their way.
-                ring.fail(flight, &error);
+                queue.fail(copy, &error);
                 Started::Refused
             }
         }
     }
 
     fn in_flight(&self) -> usize {
-        self.0.flying.len()
+        self.0.in_flight.len()
     }
 
     fn wait(&mut self, timeout: Duration) -> Option<(u64, Outcome)> {
-        let ring = &mut *self.0;
-        let left = ring.patience.saturating_sub(ring.flying.front()?.since.elapsed());
-        let arrived = ring.oldest_has_arrived(timeout.min(left));
-        if matches!(arrived, Ok(false)) && timeout < left {
+        let queue = &mut *self.0;
+        let left = queue.timeout.saturating_sub(queue.in_flight.front()?.since.elapsed());
+        let ended = queue.oldest_has_ended(timeout.min(left));
+        if matches!(ended, Ok(false)) && timeout < left {
             return None;
         }
-        let flight = ring.flying.pop_front()?;
-        let id = flight.copy.id;
-        let outcome = match arrived {
-            Ok(true) => {
-                ring.free.push(flight.block);
+        let oldest = queue.in_flight.pop_front()?;
+        let id = oldest.copy.id;
+        let failed = |reason: String| Error::Cuda { call: "a copy", reason };
+        let outcome = match ended.and_then(|ended| Ok((ended, ended && oldest.has_arrived()?))) {
+            Ok((true, true)) => {
+                queue.free.push(oldest.block);
                 Outcome::Whole
             }
-            Ok(false) => {
-                ring.has_lost = true;
-                ring.fail(flight, &Error::Cuda { call: "a copy", reason: format!("no end after {:?}", ring.patience) });
+            Ok((true, false)) => {
+                queue.fail(oldest, &failed("what was read back is not what was sent".into()));
+                Outcome::Failed
+            }
+            Ok((false, _)) => {
+                queue.has_lost = true;
+                queue.fail(oldest, &failed(format!("no end after {:?}", queue.timeout)));
                 Outcome::Lost
             }
             Err(error) => {
-                ring.fail(flight, &error);
+                queue.fail(oldest, &error);
                 Outcome::Failed
             }
         };
-        if let Some(next) = ring.flying.front_mut() {
+        if let Some(next) = queue.in_flight.front_mut() {
             // It waited behind the one that has just ended.
             next.since = Instant::now();
         }
@@ -126,36 +141,31 @@ impl CopyEngine for CudaEngine {
     }
 }
 
-impl Ring {
-    fn send(&self, copy: &Copy, block: &Block) -> Result<()> {
+impl Queue {
+    fn send(&self, copy: &Copy, block: &mut Block) -> Result<()> {
         self.context.make_current()?;
-        let mut rest = block.bytes(copy.target.expert_bytes())?;
-        for (address, len) in copy.target.ranges(copy.slot.0).ok_or(Error::Ggml("a slot of the pool"))? {
-            let (part, after) = rest.split_at(len);
-            // SAFETY: the range lies in the pool, which the copy keeps alive, and in a slot that is nobody else's until the
-            // copy is reported. Copy and block are kept until the event is reached, or else for the life of the process.
-            unsafe { self.stream.copy_to_device(address, part) }?;
-            rest = after;
-        }
-        self.stream.record(&block.event)
+        let ranges = copy.target.ranges(copy.slot.0).ok_or(Error::Ggml("a slot of the pool"))?;
+        // SAFETY: the ranges lie in the pool, which the copy keeps alive, and in a slot that is nobody else's until the copy is
+        // reported. Copy and block are kept until the event is reached, or else for the life of the process.
+        unsafe { block.send(&self.stream, copy.target.expert_bytes(), ranges) }
     }
 
-    fn oldest_has_arrived(&self, limit: Duration) -> Result<bool> {
-        let Some(oldest) = self.flying.front() else { return Ok(false) };
+    fn oldest_has_ended(&self, limit: Duration) -> Result<bool> {
+        let Some(oldest) = self.in_flight.front() else { return Ok(false) };
         self.context.make_current()?;
         within(limit, || oldest.block.event.is_reached())
     }
 
     /// Nothing is started after this. What users are told is for the caller.
-    fn fail(&mut self, flight: Flight, error: &Error) {
+    fn fail(&mut self, copy: InFlight, error: &Error) {
         log(Level::Info, &error.to_string());
         self.has_failed = true;
-        self.stranded.push(flight);
+        self.not_reusable.push(copy);
     }
 
     /// Waits until the device uses nothing of it any more; `false` if that cannot be known.
-    fn comes_to_rest(&self) -> bool {
-        let limit = if self.has_lost { Duration::ZERO } else { self.patience };
+    fn is_idle_in_time(&self) -> bool {
+        let limit = if self.has_lost { Duration::ZERO } else { self.timeout };
         self.context.make_current().and_then(|()| within(limit, || self.stream.is_idle())).unwrap_or(false)
     }
 }
@@ -171,13 +181,13 @@ fn within(limit: Duration, is_so: impl Fn() -> Result<bool>) -> Result<bool> {
         if left.is_zero() {
             return Ok(false);
         }
-        thread::sleep(left.min(GLANCE));
+        thread::sleep(left.min(POLL_INTERVAL));
     }
 }
 
 impl Drop for CudaEngine {
     fn drop(&mut self) {
-        if self.0.comes_to_rest() {
+        if self.0.is_idle_in_time() {
             // SAFETY: dropped here only, and not used afterwards. The context is current, and the device uses nothing of it.
             unsafe { ManuallyDrop::drop(&mut self.0) };
         }

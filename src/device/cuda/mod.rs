@@ -23,14 +23,14 @@ const CUDA: &str = "CUDA";
 
 /// Which of the driver's devices a ggml device is.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Place {
+pub enum DeviceId {
     /// By its PCI bus id, such as `0000:01:00.0`.
     Bus(CString),
     /// By its number, which is the same for ggml and the driver in one process.
     Ordinal(c_int),
 }
 
-impl Place {
+impl DeviceId {
     /// Reads ggml's name for a device (`CUDA0`) and its bus id, if it tells that.
     pub fn read(name: &str, bus_id: Option<&str>) -> Result<Self> {
         let unknown = || Error::Cuda { call: "finding the device", reason: format!("{name} is of no known form") };
@@ -50,7 +50,7 @@ pub fn engine_for(device: Device, expert_bytes: usize, pinned: bool) -> Option<R
     if device.registry_name() != CUDA {
         return None;
     }
-    let place = Place::read(&device.name(), device.bus_id().as_deref());
-    let engine = place.and_then(|place| CudaEngine::new(&place, expert_bytes, pinned));
+    let id = DeviceId::read(&device.name(), device.bus_id().as_deref());
+    let engine = id.and_then(|id| CudaEngine::new(&id, expert_bytes, pinned));
     Some(engine.map(|engine| Box::new(engine) as Box<dyn CopyEngine>))
 }

@@ -1,11 +1,13 @@
-//! Staging blocks: host memory for one expert each, page-locked where that can be had, and the event of its copy.
+//! Staging blocks: host memory for one expert each, page-locked where that can be had, the event of its copy, and memory for
+//! what is read back of it.
 
-use super::driver::{Event, PageLocked};
+use super::driver::{Event, PageLocked, Pageable, Stream};
 use crate::Error;
 use crate::Result;
 use crate::device::copy;
 use crate::device::copy::staging_blocks;
-use crate::ggml::{BufferType, HostBlock, Level, log};
+use crate::ggml::{BufferType, HostBlock, Level, PROBE_BYTES, log};
+use std::ptr::NonNull;
 
 enum Memory {
     PageLocked(PageLocked),
@@ -15,29 +17,28 @@ enum Memory {
 
 pub(super) struct Block {
     memory: Memory,
-    /// Reached when the device has read the block.
+    /// What was read back: both ends of each tensor, [`PROBE_BYTES`] each.
+    read_back: ReadBack,
+    /// Reached when the device has read the block and written what is read back.
     pub(super) event: Event,
 }
+
+/// Tensors of an expert that a block has room to read back at first.
+const TENSORS: usize = 8;
 
 impl Block {
     /// Blocks for experts of up to `expert_bytes`, page-locked if `pinned`; says so once if that could not be had.
     pub(super) fn allocate_all(expert_bytes: usize, mut pinned: bool) -> Result<Vec<Self>> {
-        let (blocks, size) = staging_blocks(expert_bytes);
-        let mut all = Vec::with_capacity(blocks);
-        for _ in 0..blocks {
-            let page_locked = if pinned { Some(PageLocked::new(size)) } else { None };
-            let memory = match page_locked {
-                Some(Ok(memory)) => Memory::PageLocked(memory),
-                Some(Err(error)) => {
-                    log(Level::Info, &format!("no page-locked memory for copies, which are slower now ({error})"));
-                    pinned = false;
-                    Memory::pageable(size)?
-                }
+        let (n_blocks, size) = staging_blocks(expert_bytes);
+        let mut memories = Vec::with_capacity(n_blocks);
+        for _ in 0..n_blocks {
+            memories.push(match page_locked(size, &mut pinned) {
+                Some(memory) => Memory::PageLocked(memory),
                 None => Memory::pageable(size)?,
-            };
-            all.push(Self { memory, event: Event::new()? });
+            });
         }
-        Ok(all)
+        let block = |memory| Ok(Self { memory, read_back: ReadBack::new(TENSORS, &mut pinned), event: Event::new()? });
+        memories.into_iter().map(block).collect()
     }
 
     /// Has `read` fill the first `len` bytes; `false` if it does not, or they are more than there are.
@@ -54,6 +55,113 @@ impl Block {
             Memory::PageLocked(memory) => memory.bytes().get(..len).ok_or(Error::Ggml("a range inside a block")),
             Memory::Pageable(memory) => memory.bytes(len),
         }
+    }
+}
+
+/// Both ends of a tensor of `len` bytes, as offset and length.
+fn ends(len: usize) -> [(usize, usize); 2] {
+    let probe = len.min(PROBE_BYTES);
+    [(0, probe), (len - probe, probe)]
+}
+
+/// Page-locked memory, if `pinned` and if it can be had. If not, one line says so, and `pinned` is off from then on.
+fn page_locked(size: usize, pinned: &mut bool) -> Option<PageLocked> {
+    if !*pinned {
+        return None;
+    }
+    match PageLocked::new(size) {
+        Ok(memory) => Some(memory),
+        Err(error) => {
+            log(Level::Info, &format!("no page-locked memory for copies, which are slower now ({error})"));
+            *pinned = false;
+            None
+        }
+    }
+}
+
+/// Memory for what is read back. The driver's function returns at once for page-locked memory, and when the bytes are there
+/// for other memory.
+enum ReadBack {
+    PageLocked(PageLocked),
+    Pageable(Pageable),
+}
+
+impl ReadBack {
+    /// Room for both ends of so many tensors.
+    fn new(n_tensors: usize, pinned: &mut bool) -> Self {
+        let size = 2 * PROBE_BYTES * n_tensors.max(1);
+        page_locked(size, pinned).map_or_else(|| Self::Pageable(Pageable::new(size)), Self::PageLocked)
+    }
+
+    fn is_page_locked(&self) -> bool {
+        matches!(self, Self::PageLocked(_))
+    }
+
+    fn start(&self) -> NonNull<u8> {
+        match self {
+            Self::PageLocked(memory) => memory.start(),
+            Self::Pageable(memory) => memory.start(),
+        }
+    }
+
+    /// To be looked at once the device has written what it will.
+    fn bytes(&self) -> &[u8] {
+        match self {
+            Self::PageLocked(memory) => memory.bytes(),
+            Self::Pageable(memory) => memory.bytes(),
+        }
+    }
+}
+
+impl Block {
+    /// Sends the staged expert to these addresses of the device (address and length of each tensor, in the order of the
+    /// staged bytes), reads both ends of each tensor back, and has the block's event reached after that.
+    ///
+    /// # Safety
+    /// The block and the device's memory at `targets` live, and are used by nobody else, until the event is reached or the
+    /// stream is idle.
+    pub(super) unsafe fn send(
+        &mut self,
+        stream: &Stream,
+        len: usize,
+        targets: impl Iterator<Item = (usize, usize)> + Clone,
+    ) -> Result<()> {
+        let n_tensors = targets.clone().count();
+        if self.read_back.bytes().len() < 2 * PROBE_BYTES * n_tensors {
+            let mut pinned = self.read_back.is_page_locked();
+            self.read_back = ReadBack::new(n_tensors, &mut pinned);
+        }
+        let mut rest = self.bytes(len)?;
+        for (address, len) in targets.clone() {
+            let (bytes, after) = rest.split_at(len);
+            // SAFETY: the caller's promise.
+            unsafe { stream.copy_to_device(address, bytes) }?;
+            rest = after;
+        }
+        for (tensor, (address, len)) in targets.enumerate() {
+            for (end, (offset, probe)) in ends(len).into_iter().enumerate() {
+                let place = (2 * tensor + end) * PROBE_BYTES;
+                // SAFETY: the memory was made for both ends of so many tensors; else the caller's promise.
+                unsafe { stream.copy_to_host(self.read_back.start().byte_add(place), address + offset, probe) }?;
+            }
+        }
+        stream.record(&self.event)
+    }
+
+    /// Whether what was read back is what was staged. To be asked once the event is reached. `lens`: bytes of each tensor.
+    pub(super) fn has_arrived(&self, len: usize, lens: impl Iterator<Item = usize>) -> Result<bool> {
+        let mut rest = self.bytes(len)?;
+        for (tensor, len) in lens.enumerate() {
+            let (bytes, after) = rest.split_at(len);
+            for (end, (offset, probe)) in ends(len).into_iter().enumerate() {
+                let found = &self.read_back.bytes()[(2 * tensor + end) * PROBE_BYTES..][..probe];
+                if found != &bytes[offset..offset + probe] {
+                    return Ok(false);
+                }
+            }
+            rest = after;
+        }
+        Ok(true)
     }
 }
 

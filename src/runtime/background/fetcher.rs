@@ -4,7 +4,7 @@
 
 use super::Cached;
 use crate::device::Reservation;
-use crate::device::copy::{Copy, CopyEngine, Outcome, PATIENCE, Started};
+use crate::device::copy::{COPY_TIMEOUT, Copy, CopyEngine, Outcome, Started};
 use crate::runtime::model::cache_handle::CacheHandle;
 use crate::runtime::model::fetch_queue::Fetch;
 use crate::runtime::model::layer_cache::LayerCache;
@@ -181,7 +181,7 @@ impl Fetcher {
     /// Lets copies in flight land, as long as the device works.
     fn land_all(&mut self) {
         while !self.in_flight.is_empty() && !self.cache.device.is_off() && self.engine.in_flight() > 0 {
-            self.settle(PATIENCE);
+            self.settle(COPY_TIMEOUT);
         }
         // What is still under way may still write: its slots are lost.
         while let Some(lost) = self.in_flight.pop_front() {

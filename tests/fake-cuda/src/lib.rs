@@ -2,7 +2,7 @@
 //!
 //! "Device memory" is host memory of the caller's. Streams have a queue and a thread each; a copy's bytes arrive when it
 //! ends. It is stricter than the real driver: a thread without a current context is refused, and memory that is freed
-//! while a copy reads it counts as misuse. `fake_cuda_set` and `fake_cuda_stat` change settings and read counters.
+//! while a copy uses it counts as misuse. `fake_cuda_set` and `fake_cuda_stat` change settings and read counters.
 #![allow(non_snake_case)] // the driver's names
 
 mod code;
@@ -138,11 +138,11 @@ unsafe extern "C" fn cuMemHostAlloc(memory: *mut *mut c_void, size: usize, _: c_
 unsafe extern "C" fn cuMemFreeHost(memory: *mut c_void) -> Code {
     call("cuMemFreeHost", Needs::Context, |state| {
         let Some(size) = state.page_locked.remove(&(memory as usize)) else { return code::INVALID_VALUE };
-        if state.is_read_by_a_copy(memory as usize, size) {
+        if state.is_used_by_a_copy(memory as usize, size) {
             settings::MISUSES.add();
             return code::INVALID_VALUE;
         }
-        // SAFETY: allocated by `cuMemHostAlloc` with the same layout, and no copy reads it.
+        // SAFETY: allocated by `cuMemHostAlloc` with the same layout, and no copy uses it.
         unsafe { dealloc(memory.cast(), Layout::from_size_align_unchecked(size, PAGE)) };
         code::SUCCESS
     })
@@ -159,6 +159,15 @@ unsafe extern "C" fn cuMemcpyHtoDAsync_v2(to: u64, from: *const c_void, size: us
             unsafe { std::slice::from_raw_parts(from, size) }.to_vec()
         });
         stream.submit(Command::Copy { from, to, size, bytes });
+        code::SUCCESS
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuMemcpyDtoHAsync_v2(to: *mut c_void, from: u64, size: usize, stream: Handle) -> Code {
+    call("cuMemcpyDtoHAsync_v2", Needs::Context, |state| {
+        let Some(stream) = state.streams.get(&stream) else { return code::INVALID_HANDLE };
+        stream.submit(Command::ReadBack { from: from as *const u8, to: to.cast(), size });
         code::SUCCESS
     })
 }

@@ -2,7 +2,8 @@
 //!
 //! `latency_us` and `bandwidth_mbs` (10^6 bytes per second, 0 is unlimited) are what a copy takes. `fault_NAME=n` makes the
 //! nth call of driver function NAME from now on fail, once; `fault_hang=n` makes the nth copy from now on never end, and
-//! `fault_async=n` makes it end in an error that its context keeps. `repair` ends all contexts' errors.
+//! `fault_async=n` makes it end in an error that its context keeps,
+//! and `fault_lost=n` makes it write nothing and say nothing. `repair` ends all contexts' errors.
 
 use crate::state::{self, lock};
 use std::collections::BTreeMap;
@@ -27,7 +28,7 @@ impl Number {
 
 pub(crate) static LATENCY_US: Number = Number(AtomicU64::new(0));
 pub(crate) static BANDWIDTH_MBS: Number = Number(AtomicU64::new(0));
-/// Memory that was freed while a copy read it.
+/// Memory that was freed while a copy used it.
 pub(crate) static MISUSES: Number = Number(AtomicU64::new(0));
 
 /// Occasions left until the fault of this name strikes.

@@ -84,8 +84,8 @@ impl State {
         before.is_some_and(|(start, len)| address + size <= start + len)
     }
 
-    pub(crate) fn is_read_by_a_copy(&self, address: usize, size: usize) -> bool {
-        self.streams.values().any(|stream| stream.reads_from(address, size))
+    pub(crate) fn is_used_by_a_copy(&self, address: usize, size: usize) -> bool {
+        self.streams.values().any(|stream| stream.uses(address, size))
     }
 
     fn check(&self, needs: Needs) -> Code {

@@ -13,6 +13,8 @@ use std::time::{Duration, Instant};
 pub(crate) enum Command {
     /// Copies `size` bytes: `bytes`, or what lies at `from` when the copy ends.
     Copy { from: *const u8, to: *mut u8, size: usize, bytes: Option<Vec<u8>> },
+    /// Copies `size` bytes of the device's memory to the host.
+    ReadBack { from: *const u8, to: *mut u8, size: usize },
     /// Marks an event as reached.
     Record(Arc<AtomicU64>, u64),
 }
@@ -38,44 +40,45 @@ impl Event {
     }
 }
 
-/// Host memory that commands in the queue read, by command.
-type Reads = Arc<Mutex<VecDeque<Option<(usize, usize)>>>>;
+/// Host memory that commands in the queue use, by command.
+type Uses = Arc<Mutex<VecDeque<Option<(usize, usize)>>>>;
 
 pub(crate) struct Stream {
     queue: Sender<(Instant, Command)>,
-    reads: Reads,
+    uses: Uses,
 }
 
 impl Stream {
     pub(crate) fn start(error: Arc<LastingError>) -> Self {
         let (queue, commands) = channel();
-        let reads = Reads::default();
-        let shared = reads.clone();
+        let uses = Uses::default();
+        let shared = uses.clone();
         thread::spawn(move || work(&commands, &shared, &error));
-        Self { queue, reads }
+        Self { queue, uses }
     }
 
     pub(crate) fn submit(&self, command: Command) {
-        let read = match &command {
+        let used = match &command {
             Command::Copy { from, size, bytes: None, .. } => Some((*from as usize, *size)),
+            Command::ReadBack { to, size, .. } => Some((*to as usize, *size)),
             _ => None,
         };
-        lock(&self.reads).push_back(read);
+        lock(&self.uses).push_back(used);
         // The thread ends after this sender.
         let _ = self.queue.send((Instant::now(), command));
     }
 
     pub(crate) fn is_idle(&self) -> bool {
-        lock(&self.reads).is_empty()
+        lock(&self.uses).is_empty()
     }
 
-    pub(crate) fn reads_from(&self, address: usize, size: usize) -> bool {
-        let reads = lock(&self.reads);
-        reads.iter().flatten().any(|&(from, len)| from < address + size && address < from + len)
+    pub(crate) fn uses(&self, address: usize, size: usize) -> bool {
+        let uses = lock(&self.uses);
+        uses.iter().flatten().any(|&(from, len)| from < address + size && address < from + len)
     }
 }
 
-fn work(commands: &Receiver<(Instant, Command)>, reads: &Reads, error: &LastingError) {
+fn work(commands: &Receiver<(Instant, Command)>, uses: &Uses, error: &LastingError) {
     let mut end = Instant::now();
     while let Ok((submitted, command)) = commands.recv() {
         // As on a device: waking this thread adds nothing.
@@ -83,7 +86,7 @@ fn work(commands: &Receiver<(Instant, Command)>, reads: &Reads, error: &LastingE
         if error.load() == code::SUCCESS {
             run(command, &mut end, error);
         }
-        lock(reads).pop_front();
+        lock(uses).pop_front();
     }
 }
 
@@ -91,6 +94,12 @@ fn run(command: Command, end: &mut Instant, error: &LastingError) {
     match command {
         Command::Record(reached, number) => {
             reached.fetch_max(number, SeqCst);
+        }
+        Command::ReadBack { from, to, size } => {
+            *end += duration(size);
+            thread::sleep(end.saturating_duration_since(Instant::now()));
+            // SAFETY: the caller keeps both ranges until the copy has ended.
+            unsafe { to.copy_from(from, size) };
         }
         Command::Copy { from, to, size, bytes } => {
             if settings::strikes("hang") {
@@ -102,6 +111,9 @@ fn run(command: Command, end: &mut Instant, error: &LastingError) {
             thread::sleep(end.saturating_duration_since(Instant::now()));
             if settings::strikes("async") {
                 return error.store(code::ILLEGAL_ADDRESS);
+            }
+            if settings::strikes("lost") {
+                return; // and nobody is told
             }
             let from = bytes.as_ref().map_or(from, |bytes| bytes.as_ptr());
             // SAFETY: the caller keeps both ranges until the copy has ended, or has given the bytes to us.

@@ -25,11 +25,11 @@ const AT_ONCE: Duration = Duration::from_secs(2);
 /// What a copy takes on a slow device.
 const SLOW: Duration = Duration::from_millis(250);
 /// Of engines whose copies never end.
-const SHORT_PATIENCE: Duration = Duration::from_millis(400);
+const SHORT_TIMEOUT: Duration = Duration::from_millis(400);
 
 /// Engines of one kind, and a device to try them on.
 pub(crate) struct Subject<'a> {
-    /// A new engine for experts of up to so many bytes, with so much patience.
+    /// A new engine for experts of up to so many bytes, with so much timeout.
     pub(crate) make: &'a dyn Fn(usize, Duration) -> Box<dyn CopyEngine>,
     /// Where pools lie, and what reads them back.
     pub(crate) device: Device,
@@ -37,11 +37,11 @@ pub(crate) struct Subject<'a> {
 
 impl Subject<'_> {
     fn engine(&self, target: &Target) -> Box<dyn CopyEngine> {
-        self.patient(target, LONG)
+        self.with_timeout(target, LONG)
     }
 
-    fn patient(&self, target: &Target, patience: Duration) -> Box<dyn CopyEngine> {
-        (self.make)(target.expert_bytes(), patience)
+    fn with_timeout(&self, target: &Target, timeout: Duration) -> Box<dyn CopyEngine> {
+        (self.make)(target.expert_bytes(), timeout)
     }
 
     /// A layer's tensors of several types and sizes, some of them small and odd.
@@ -281,7 +281,7 @@ pub(crate) fn slow(subject: &Subject<'_>, set_bandwidth: &dyn Fn(i64)) {
     let target = subject.large_layer();
     let experts: Vec<_> = (0..4).map(|id| target.expert(id)).collect();
     let mut expected = target.zeros();
-    let mut engine = subject.patient(&target, 2 * SLOW);
+    let mut engine = subject.with_timeout(&target, 2 * SLOW);
     // 1 MB/s is 1 byte/us
     set_bandwidth(target.expert_bytes() as i64 / SLOW.as_micros() as i64);
     let begin = Instant::now();
@@ -295,7 +295,7 @@ pub(crate) fn slow(subject: &Subject<'_>, set_bandwidth: &dyn Fn(i64)) {
     assert_eq!(engine.wait(glance), None);
     assert!(begin.elapsed() >= glance, "a wait ends before its time");
     assert!(begin.elapsed() < SLOW, "a wait does not end at its time");
-    // None is lost, although the last of them takes twice the engine's patience: that begins when its turn comes.
+    // None is lost, although the last of them takes twice the engine's timeout: that begins when its turn comes.
     for id in 0..4 {
         assert_eq!(engine.in_flight(), 4 - id);
         assert_eq!(engine.wait(LONG), Some((id as u64, Outcome::Whole)));
@@ -338,17 +338,17 @@ pub(crate) fn failing(subject: &Subject<'_>, fail: &dyn Fn(i64)) {
 pub(crate) fn hanging(subject: &Subject<'_>, hang: &dyn Fn(i64)) {
     let target = subject.layer();
     let n_tensors = layer_shapes().len() as i64;
-    let mut engine = subject.patient(&target, SHORT_PATIENCE);
+    let mut engine = subject.with_timeout(&target, SHORT_TIMEOUT);
     hang(n_tensors + 2);
     for id in 0..3 {
         assert_eq!(start(&mut *engine, &target, id, id as u16, &target.expert(id)), Started::Yes);
     }
     assert_eq!(engine.wait(LONG), Some((0, Outcome::Whole)));
     let begin = Instant::now();
-    assert_eq!(engine.wait(SHORT_PATIENCE / 4), None);
+    assert_eq!(engine.wait(SHORT_TIMEOUT / 4), None);
     assert_eq!(engine.in_flight(), 2);
     assert_eq!(engine.wait(LONG), Some((1, Outcome::Lost)));
-    assert!((SHORT_PATIENCE * 9 / 10..AT_ONCE).contains(&begin.elapsed()));
+    assert!((SHORT_TIMEOUT * 9 / 10..AT_ONCE).contains(&begin.elapsed()));
     assert!(Arc::strong_count(&target.writer) > 1, "the pool may still be written to");
     drops_at_once(engine);
     // Left alone with all that the device may still use.
@@ -358,7 +358,7 @@ pub(crate) fn hanging(subject: &Subject<'_>, hang: &dyn Fn(i64)) {
 /// Dropping an engine ends, even while a copy hangs that nobody has waited for.
 pub(crate) fn hanging_unseen(subject: &Subject<'_>, hang: &dyn Fn(i64)) {
     let target = subject.layer();
-    let mut engine = subject.patient(&target, SHORT_PATIENCE);
+    let mut engine = subject.with_timeout(&target, SHORT_TIMEOUT);
     hang(2);
     for id in 0..2 {
         assert_eq!(start(&mut *engine, &target, id, id as u16, &target.expert(id)), Started::Yes);
