@@ -38,6 +38,9 @@ pub enum Error {
     /// ggml refused to create something.
     #[error("ggml could not create {0}")]
     Ggml(&'static str),
+    /// Our own code asked for something that is not allowed: a fault of this library.
+    #[error("internal error: {0}; please report it")]
+    Contract(&'static str),
     /// CUDA's driver refused something, or is missing.
     #[error("CUDA: {call}: {reason}")]
     Cuda {

@@ -3,7 +3,7 @@
 //! The plugin's buffers are registered when made and closed before they are freed; closing waits for readers. So a
 //! [`SharedWeights`] can outlive its buffer without harm: it then has no bytes any more.
 
-use super::{Buffer, Tensor};
+use super::{Buffer, Tensor, sys};
 use std::collections::HashMap;
 use std::ptr::NonNull;
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError, RwLock};
@@ -51,6 +51,10 @@ impl SharedWeights {
     /// The bytes of a leaf in a live buffer of ours; `None` for anything else.
     pub fn of(tensor: &Tensor<'_>) -> Option<Self> {
         let buffer: Buffer<'_> = tensor.buffer()?;
+        // Results, and inputs beside them, are written while graphs run.
+        if buffer.holds_results() || tensor.storage().op() != sys::GGML_OP_NONE {
+            return None;
+        }
         let data = NonNull::new(tensor.address() as *mut u8)?;
         let open = live().get(&buffer.address())?.clone();
         Some(Self { data, len: tensor.n_bytes(), open })

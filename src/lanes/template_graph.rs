@@ -1,49 +1,40 @@
-//! A block's recipe rebuilt as a graph for some number of requests, and the graphs that have been prepared.
+//! Graphs built from a template for some number of requests, and those that are ready to be computed.
 
-use super::requests::{Form, row_bytes};
+use super::requests::Form;
 use crate::Result;
-use crate::ggml::{BufferType, Device, GraphBuilder, Memory, OwnGraph, TensorIndex, sys};
-use crate::moe::{Ffn, Rows, Source};
+use crate::ggml::{BufferType, Device, GraphBuilder, Inputs, Memory, OwnGraph, Scratch, TensorIndex, sys};
+use crate::moe::{FfnTemplate, Rows, Source};
 use std::sync::Arc;
 
-/// A graph without memory that follows a recipe.
-pub struct Rebuilt {
+/// A graph without memory, built from a template.
+pub struct TemplateGraph {
     builder: GraphBuilder,
-    /// Ids and input rows as one range of bytes, so that one copy brings both.
-    inputs: TensorIndex,
-    inputs_bytes: usize,
-    ids: TensorIndex,
-    input: TensorIndex,
-    input_offset: usize,
-    /// By place in [`Ffn::weights`].
-    pub weights: Vec<TensorIndex>,
+    inputs: Inputs,
+    /// By place in [`FfnTemplate::weights`].
+    weights: Vec<TensorIndex>,
     /// Results that need memory of their own: no views.
     results: Vec<TensorIndex>,
     output: TensorIndex,
 }
 
-impl Rebuilt {
-    /// Follows `ffn` for requests in this form, with weights of `n_experts` (or slots) each. `alignment` in bytes.
-    pub fn new(ffn: &Ffn, form: Form, n_experts: i64, alignment: usize) -> Result<Self> {
-        const LEAVES: usize = 3;
-        let mut builder = GraphBuilder::new(LEAVES + ffn.weights.len() + ffn.steps.len())?;
+impl TemplateGraph {
+    /// Builds `template` for requests in this form, with weights of `n_experts` (or slots) each. `alignment` in bytes.
+    pub fn new(template: &FfnTemplate, form: Form, n_experts: i64, alignment: usize) -> Result<Self> {
+        /// The inputs as a whole, the ids and the rows.
+        const INPUTS: usize = 3;
+        let mut builder = GraphBuilder::new(INPUTS + template.weights.len() + template.steps.len())?;
         let [ne1, ne2] = form.dims()?;
-        let input_offset = (form.rows() * size_of::<i32>()).next_multiple_of(alignment);
-        let inputs_bytes = input_offset + form.input_rows(ffn) * row_bytes(ffn.n_in);
-
-        let inputs = builder.leaf(sys::GGML_TYPE_I8, [inputs_bytes as i64, 1, 1, 1])?;
-        let ids = builder.leaf(sys::GGML_TYPE_I32, [ne1, ne2, 1, 1])?;
-        let input_ne1 = if form.input_rows(ffn) == 1 { 1 } else { ne1 };
-        let input = builder.leaf(sys::GGML_TYPE_F32, [ffn.n_in, input_ne1, ne2, 1])?;
-        let mut weights = Vec::with_capacity(ffn.weights.len());
-        for shape in &ffn.weights {
+        let input_ne1 = if form.input_rows(template) == 1 { 1 } else { ne1 };
+        let inputs = builder.inputs([ne1, ne2], [template.n_in, input_ne1, ne2], alignment)?;
+        let mut weights = Vec::with_capacity(template.weights.len());
+        for shape in &template.weights {
             weights.push(builder.leaf(shape.kind, shape.ne_for(n_experts))?);
         }
-        let (mut steps, mut results) = (Vec::with_capacity(ffn.steps.len()), Vec::new());
-        for step in &ffn.steps {
+        let (mut steps, mut results) = (Vec::with_capacity(template.steps.len()), Vec::new());
+        for step in &template.steps {
             let resolve = |source: Source| match source {
-                Source::Input => input,
-                Source::Ids => ids,
+                Source::Input => inputs.rows,
+                Source::Ids => inputs.ids,
                 Source::Weights(index) => weights[index],
                 Source::Step(index) => steps[index],
             };
@@ -60,48 +51,59 @@ impl Rebuilt {
             steps.push(result);
             results.push(result);
         }
-        let output = steps.last().copied().unwrap_or(input);
-        Ok(Self { builder, inputs, inputs_bytes, ids, input, input_offset, weights, results, output })
+        let output = steps.last().copied().unwrap_or(inputs.rows);
+        Ok(Self { builder, inputs, weights, results, output })
     }
 
     /// The first operation that `device` cannot execute.
-    pub fn unsupported_by(&self, device: Device) -> Option<String> {
-        let refused = self.results.iter().find(|&&result| !self.builder.supported_by(device, result))?;
-        Some(self.builder.op_name(*refused))
+    pub fn unsupported_by(&self, device: Device) -> Result<Option<String>> {
+        for &result in &self.results {
+            if !self.builder.supported_by(device, result)? {
+                return self.builder.op_name(result).map(Some);
+            }
+        }
+        Ok(None)
     }
 
     /// Bytes of scratch memory of this kind: everything but the weights.
-    pub fn scratch_bytes(&self, kind: BufferType) -> usize {
+    pub fn scratch_bytes(&self, kind: BufferType) -> Result<usize> {
         let alignment = kind.alignment();
-        let results = self.results.iter().map(|&result| self.builder.alloc_size(result, kind));
-        results.fold(self.inputs_bytes.next_multiple_of(alignment), |sum, size| sum + size.next_multiple_of(alignment))
+        let mut bytes = self.inputs.bytes.next_multiple_of(alignment);
+        for &result in &self.results {
+            bytes += self.builder.alloc_size(result, kind)?.next_multiple_of(alignment);
+        }
+        Ok(bytes)
     }
 
-    /// Places everything but the weights in `scratch`, from its start.
-    fn place_scratch(&mut self, scratch: &Arc<Memory>) -> Result<usize> {
-        let alignment = scratch.alignment();
-        self.builder.place(self.inputs, scratch, 0)?;
-        self.builder.place(self.ids, scratch, 0)?;
-        self.builder.place(self.input, scratch, self.input_offset)?;
-        let mut next = self.inputs_bytes.next_multiple_of(alignment);
+    /// Places everything but the weights in `scratch`, from its start. Returns where the last result lies.
+    fn place_scratch(&mut self, scratch: &Scratch) -> Result<usize> {
+        let kind = scratch.buffer_type();
+        let alignment = kind.alignment();
+        self.builder.place_in_scratch(self.inputs.whole, scratch, 0)?;
+        let mut next = self.inputs.bytes.next_multiple_of(alignment);
         let mut output_offset = next;
         for &result in &self.results {
-            self.builder.place(result, scratch, next)?;
+            self.builder.place_in_scratch(result, scratch, next)?;
             output_offset = next;
-            next += self.builder.alloc_size(result, scratch.buffer_type()).next_multiple_of(alignment);
+            next += self.builder.alloc_size(result, kind)?.next_multiple_of(alignment);
         }
         Ok(output_offset)
     }
 
-    /// A job whose weights are shown at each computation.
-    pub fn finish_unbound(mut self, scratch: &Arc<Memory>) -> Result<Job> {
+    /// The graph in `scratch`; its weights are shown at each computation.
+    pub fn finish_unbound(mut self, scratch: &Scratch) -> Result<PreparedGraph> {
         let output_offset = self.place_scratch(scratch)?;
         let bound = self.weights.clone();
         self.finish(output_offset, bound)
     }
 
-    /// A job whose weights lie in `memory`, each at its offset.
-    pub fn finish_placed(mut self, scratch: &Arc<Memory>, memory: &Arc<Memory>, offsets: &[usize]) -> Result<Job> {
+    /// The graph in `scratch`; its weights lie in `memory`, each at its offset.
+    pub fn finish_placed(
+        mut self,
+        scratch: &Scratch,
+        memory: &Arc<Memory>,
+        offsets: &[usize],
+    ) -> Result<PreparedGraph> {
         let output_offset = self.place_scratch(scratch)?;
         for (&weights, &offset) in self.weights.iter().zip(offsets) {
             self.builder.place(weights, memory, offset)?;
@@ -109,12 +111,11 @@ impl Rebuilt {
         self.finish(output_offset, Vec::new())
     }
 
-    fn finish(self, output_offset: usize, bound: Vec<TensorIndex>) -> Result<Job> {
-        let output_bytes = self.builder.n_bytes(self.output);
-        Ok(Job {
-            inputs: self.inputs,
-            inputs_bytes: self.inputs_bytes,
-            input_offset: self.input_offset,
+    fn finish(self, output_offset: usize, bound: Vec<TensorIndex>) -> Result<PreparedGraph> {
+        let output_bytes = self.builder.n_bytes(self.output)?;
+        Ok(PreparedGraph {
+            inputs_bytes: self.inputs.bytes,
+            input_offset: self.inputs.rows_offset,
             output: self.output,
             output_bytes,
             output_offset,
@@ -125,51 +126,50 @@ impl Rebuilt {
 }
 
 /// A graph that is ready to be computed, and where its rows go in and come out.
-pub struct Job {
+pub struct PreparedGraph {
     pub graph: OwnGraph,
     /// Ids and input rows.
-    pub inputs: TensorIndex,
     pub inputs_bytes: usize,
-    /// First input row, in bytes from the start of `inputs` (where the ids are).
+    /// First input row, in bytes from the first id.
     pub input_offset: usize,
     pub output: TensorIndex,
     pub output_bytes: usize,
     /// First output row, in bytes from the start of the scratch memory.
     pub output_offset: usize,
-    /// By place in [`Ffn::weights`].
+    /// By place in [`FfnTemplate::weights`].
     pub weights: Vec<TensorIndex>,
 }
 
-/// Jobs by form, made when first needed and kept.
+/// Prepared graphs by form, made when first needed and kept.
 #[derive(Default)]
-pub struct Jobs {
-    one_token: Vec<Option<Box<Job>>>,
-    per_row: Vec<Option<Box<Job>>>,
+pub struct PreparedGraphs {
+    one_token: Vec<Option<Box<PreparedGraph>>>,
+    per_row: Vec<Option<Box<PreparedGraph>>>,
 }
 
-impl Jobs {
-    /// The job for this form; `make` is called when there is none yet.
-    pub fn get(&mut self, form: Form, make: impl FnOnce() -> Result<Job>) -> Result<&mut Job> {
-        let (jobs, n) = match form {
+impl PreparedGraphs {
+    /// The graph for this form; `make` is called when there is none yet.
+    pub fn get(&mut self, form: Form, make: impl FnOnce() -> Result<PreparedGraph>) -> Result<&mut PreparedGraph> {
+        let (graphs, n) = match form {
             Form::OneToken(n) => (&mut self.one_token, n),
             Form::PerRow(n) => (&mut self.per_row, n),
         };
-        if jobs.len() <= n {
-            jobs.resize_with(n + 1, || None);
+        if graphs.len() <= n {
+            graphs.resize_with(n + 1, || None);
         }
-        match &mut jobs[n] {
-            Some(job) => Ok(job),
+        match &mut graphs[n] {
+            Some(graph) => Ok(graph),
             empty => Ok(empty.insert(Box::new(make()?))),
         }
     }
 
-    /// Whether there is a job for this form.
+    /// Whether there is a graph for this form.
     pub fn has(&self, form: Form) -> bool {
-        let (jobs, n) = match form {
+        let (graphs, n) = match form {
             Form::OneToken(n) => (&self.one_token, n),
             Form::PerRow(n) => (&self.per_row, n),
         };
-        jobs.get(n).is_some_and(Option::is_some)
+        graphs.get(n).is_some_and(Option::is_some)
     }
 
     /// Forgets all.

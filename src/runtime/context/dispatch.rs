@@ -5,7 +5,7 @@ use super::timing::Stopwatch;
 use crate::cache::{Call, RegressionGuard};
 use crate::ggml::{Graph, Level, OwnIds, Status, log, sys};
 use crate::lanes::{ColdLane, Form, HotIndex, HotLane, Requests, try_out};
-use crate::moe::Ffn;
+use crate::moe::FfnTemplate;
 use crate::options::Config;
 use crate::runtime::background::fetch::Wish;
 use crate::runtime::hot_device::{Claim, HotDevice};
@@ -70,7 +70,7 @@ impl Lanes {
     pub fn forget_recipes(&mut self, n_forgotten: u32) {
         if self.n_forgotten != n_forgotten {
             self.n_forgotten = n_forgotten;
-            self.cold.forget_recipes();
+            self.cold.forget_templates();
             self.hot = None;
         }
     }
@@ -193,7 +193,7 @@ impl Lanes {
         &mut self,
         split: &Graph<'_>,
         layer: HotIndex,
-        ffn: &Arc<Ffn>,
+        ffn: &Arc<FfnTemplate>,
         cache: &LayerCache,
         ids: &OwnIds,
         watch: &mut Stopwatch,
@@ -270,7 +270,7 @@ impl Lanes {
         &mut self,
         split: &Graph<'_>,
         seen: &mut Seen,
-        ffn: &Arc<Ffn>,
+        ffn: &Arc<FfnTemplate>,
         ids: &OwnIds,
         config: &Config,
     ) -> Option<(Arc<LayerCache>, HotIndex)> {
@@ -310,7 +310,7 @@ impl Lanes {
     fn prepare(
         &mut self,
         split: &Graph<'_>,
-        ffn: &Arc<Ffn>,
+        ffn: &Arc<FfnTemplate>,
         cache: &Arc<LayerCache>,
         config: &Config,
     ) -> Option<HotIndex> {

@@ -2,7 +2,7 @@
 
 use crate::ggml::Graph;
 use crate::lanes::HotIndex;
-use crate::moe::{Block, Ffn, Shape};
+use crate::moe::{Block, FfnTemplate, Shape};
 use crate::runtime::Engine;
 use crate::runtime::model::Model;
 use crate::runtime::model::layer::{Layer, LayerCache};
@@ -25,7 +25,7 @@ pub struct Splits {
     /// The last split that had no uid.
     nameless: Vec<Seen>,
     /// Every recipe, once.
-    ffns: Vec<Arc<Ffn>>,
+    ffns: Vec<Arc<FfnTemplate>>,
     /// How often all of them were forgotten.
     n_forgotten: u32,
 }
@@ -39,7 +39,7 @@ pub struct Seen {
     /// Whether this part of the layer is the one that is counted.
     pub counts: bool,
     /// How to compute some of its requests; `None`: only whole, on the CPU.
-    pub ffn: Option<Arc<Ffn>>,
+    pub ffn: Option<Arc<FfnTemplate>>,
     /// Where the hot lane keeps it.
     pub hot: Known,
 }
@@ -112,14 +112,14 @@ impl Splits {
     }
 
     /// How to compute some of the block's requests, if it is the layer's expert FFN, whole and alone in its split.
-    fn recipe(&mut self, split: &Graph<'_>, seen: &Seen, is_alone: bool) -> Option<Arc<Ffn>> {
+    fn recipe(&mut self, split: &Graph<'_>, seen: &Seen, is_alone: bool) -> Option<Arc<FfnTemplate>> {
         if !seen.counts || split.is_empty() || seen.block.ids(split)?.ne(1) == 0 {
             return None;
         }
         let recognised = match (is_alone, seen.block.shape()) {
             (false, _) => Err("several blocks in one split"),
             (true, Shape::Partial(reason)) => Err(reason),
-            (true, _) => Ffn::recognise(split, &seen.block),
+            (true, _) => FfnTemplate::recognise(split, &seen.block),
         };
         let ffn = match recognised {
             Ok(ffn) => self.shared(ffn),
@@ -133,7 +133,7 @@ impl Splits {
     }
 
     /// The one copy of a recipe that all equal layers share.
-    fn shared(&mut self, ffn: Ffn) -> Arc<Ffn> {
+    fn shared(&mut self, ffn: FfnTemplate) -> Arc<FfnTemplate> {
         if let Some(known) = self.ffns.iter().find(|known| ***known == ffn) {
             return known.clone();
         }

@@ -6,7 +6,7 @@ use crate::Result;
 use crate::cache::Slots;
 use crate::device::{Pool, PoolWriter};
 use crate::ggml::{Graph, SharedWeights, Tensor};
-use crate::moe::{Ffn, Shape, WeightShape};
+use crate::moe::{FfnTemplate, Shape, WeightShape};
 use crate::profile::LayerCounts;
 use crate::runtime::hot_device::HotDevice;
 use crate::units::{Expert, Slot};
@@ -43,7 +43,7 @@ pub struct Sight {
     /// Every expert tensor of its recipes.
     pub parts: Vec<Part>,
     /// Its recipes: one, as a rule; another with LoRA.
-    pub ffns: Vec<Arc<Ffn>>,
+    pub ffns: Vec<Arc<FfnTemplate>>,
     /// Why the last block that could not be cached could not.
     pub reason: Option<&'static str>,
 }
@@ -155,7 +155,7 @@ impl Layer {
     }
 
     /// Notes the recipe of the layer's block and where its experts lie.
-    pub fn saw_recipe(&self, split: &Graph<'_>, ffn: &Arc<Ffn>) {
+    pub fn saw_recipe(&self, split: &Graph<'_>, ffn: &Arc<FfnTemplate>) {
         let mut seen = self.seen();
         for (index, &shape) in ffn.weights.iter().enumerate() {
             let Some(tensor) = ffn.weight(split, index) else { return };
@@ -247,7 +247,7 @@ impl LayerCache {
     }
 
     /// The pool's tensor for each weight of a recipe; `None` if one is not in the pool.
-    pub fn tensors_for(&self, split: &Graph<'_>, ffn: &Ffn) -> Option<Vec<usize>> {
+    pub fn tensors_for(&self, split: &Graph<'_>, ffn: &FfnTemplate) -> Option<Vec<usize>> {
         let place = |index| {
             let key = weight_key(&ffn.weight(split, index)?)?;
             self.parts.iter().position(|part| part.key == key)
