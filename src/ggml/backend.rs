@@ -170,7 +170,10 @@ impl Backend {
         graph.check_supported(self.device)?;
         graph.check_ids(inputs, 0)?;
         let graph = &*graph;
-        let _locks = Locks::new(graph.shared(), weights.clone().next().is_some());
+        let writes = weights.clone().next().is_some();
+        let _locks = Locks::new(graph.shared(), writes);
+        // An iterator that changes its mind must not make us write under a lock for reading.
+        let weights = weights.take(if writes { usize::MAX } else { 0 });
         // Waits on every way out, a panic of `meanwhile` included: until then the device uses blocks and graph.
         let wait = WaitOnDrop(self);
         for upload in weights.clone() {
@@ -292,5 +295,19 @@ impl Drop for Backend {
     fn drop(&mut self) {
         // SAFETY: we own the instance and nothing uses it any more.
         unsafe { sys::ggml_backend_free(self.raw.as_ptr()) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn both_ends_of_a_copy_are_read_back() {
+        let found = |len| ends(len).into_iter().map(|range| (range.start, range.end)).collect::<Vec<_>>();
+        assert_eq!(found(0), [(0, 0)]);
+        assert_eq!(found(PROBE_BYTES), [(0, PROBE_BYTES)]);
+        assert_eq!(found(PROBE_BYTES + 1), [(0, PROBE_BYTES), (1, PROBE_BYTES + 1)]);
+        assert_eq!(found(1000), [(0, PROBE_BYTES), (1000 - PROBE_BYTES, 1000)]);
     }
 }

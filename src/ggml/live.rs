@@ -21,7 +21,8 @@ fn live() -> MutexGuard<'static, HashMap<usize, Arc<Open>>> {
 /// Makes a new buffer's weights readable by other threads.
 ///
 /// # Safety
-/// [`close_buffer`] is called with the same address before the buffer's memory goes.
+/// [`close_buffer`] is called with the same address before the buffer's memory goes. Unless the buffer is for results, no
+/// leaf in it is written once graphs with that leaf are computed.
 pub unsafe fn open_buffer(address: usize) {
     live().insert(address, Arc::new(RwLock::new(true)));
 }
@@ -69,8 +70,8 @@ impl SharedWeights {
         if !*open {
             return None;
         }
-        // SAFETY: the buffer is open and stays so while the lock is held; the range lies inside the tensor. Weights
-        // are not written once graphs run (an adapter's are written before its first graph).
+        // SAFETY: the buffer is open and stays so while the lock is held; the range lies inside the tensor, a leaf outside
+        // buffers for results, which is not written any more (`open_buffer`).
         let bytes = unsafe { std::slice::from_raw_parts(self.data.as_ptr().add(offset), len) };
         Some(read(bytes))
     }

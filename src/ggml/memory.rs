@@ -68,6 +68,12 @@ impl Memory {
         self.base.as_ptr().wrapping_byte_add(offset)
     }
 
+    /// Whether nobody reads or writes it now.
+    #[cfg(test)]
+    pub(super) fn is_free(&self) -> bool {
+        self.lock.as_ref().is_some_and(|lock| lock.try_write().is_ok())
+    }
+
     /// To be held while bytes of it are read.
     pub(super) fn reading(&self) -> Option<RwLockReadGuard<'_, ()>> {
         self.lock.as_ref().map(|lock| lock.read().unwrap_or_else(PoisonError::into_inner))

@@ -8,6 +8,8 @@ mod abi;
 mod arena;
 mod backend;
 mod buffer;
+#[cfg(test)]
+mod contract_tests;
 mod device;
 mod graph;
 mod ids;

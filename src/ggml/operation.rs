@@ -107,7 +107,10 @@ pub(super) fn check_operation(
 }
 
 fn is_mul_mat_id(ne: [i64; 4], experts: Facts, rows: Facts, ids: Facts) -> bool {
-    let is_weights = experts.role == Role::Leaf && has_dot_product(experts.kind) && experts.ne[3] == 1;
+    // Kernels make a table of every request for every expert.
+    let n_places = ids.ne[0].checked_mul(ids.ne[1]).and_then(|n| n.checked_mul(experts.ne[2]));
+    let is_small = n_places.is_some_and(|n| n <= MAX_COUNT);
+    let is_weights = is_small && experts.role == Role::Leaf && has_dot_product(experts.kind) && experts.ne[3] == 1;
     let fits = is_flat(&ids)
         && rows.ne[3] == 1
         && rows.ne[2] == ids.ne[1]

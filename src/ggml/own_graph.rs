@@ -45,6 +45,7 @@ impl OwnGraph {
         Ok(())
     }
 
+    /// Takes the live tensors' addresses back.
     fn unbind(&mut self) {
         for raw in self.bound.iter().filter_map(|&leaf| self.parts.raw(leaf).ok()) {
             // SAFETY: the leaf is ours and valid.
@@ -205,5 +206,56 @@ fn range(
     match offset.checked_add(len) {
         Some(end) if is_placed && end <= parts.n_bytes(tensor)? => Ok(raw),
         _ => Err(Error::Contract("a range outside its tensor")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ggml::testing::{Builder, load_cpu};
+
+    const N: i64 = 32;
+
+    /// Compiles only if `T` is not `Sync`: else there are two implementations to choose from.
+    trait IsNotSync<Choice> {
+        fn holds() {}
+    }
+    impl<T> IsNotSync<()> for T {}
+    impl<T: Sync> IsNotSync<u8> for T {}
+
+    #[test]
+    fn a_graph_is_used_by_one_thread_at_a_time() {
+        <OwnGraph as IsNotSync<_>>::holds();
+        fn is_sync<T: Sync>() {}
+        is_sync::<PlacedTensors>();
+    }
+
+    #[test]
+    fn a_leaf_forgets_its_live_tensor_on_every_way_out() {
+        load_cpu();
+        let b = Builder::new();
+        let [one, another, small] = [N, N, N / 2].map(|n| b.leaf(sys::GGML_TYPE_F32, [n, N, 4]));
+        b.allocate();
+        let mut builder = GraphBuilder::new(2).unwrap();
+        let leaves = [(); 2].map(|()| builder.leaf(sys::GGML_TYPE_F32, [N, N, 4, 1]).unwrap());
+        let mut graph = builder.finish(leaves.to_vec()).unwrap();
+        let is_bound = |graph: &OwnGraph| {
+            leaves.map(|leaf| {
+                // SAFETY: the tensor is the graph's and valid.
+                unsafe {
+                    !(*graph.parts.raw(leaf).unwrap()).data.is_null()
+                        || !(*graph.parts.raw(leaf).unwrap()).buffer.is_null()
+                }
+            })
+        };
+        let bound = BoundGraph::new(&mut graph, [one, another].into_iter()).unwrap();
+        assert_eq!(is_bound(bound.0), [true; 2]);
+        assert!(bound.0.range(leaves[0], 0, 1).is_err(), "a live tensor is not ours to copy to");
+        drop(bound);
+        assert_eq!(is_bound(&graph), [false; 2]);
+        assert!(BoundGraph::new(&mut graph, [one].into_iter()).is_err(), "one is missing");
+        assert_eq!(is_bound(&graph), [false; 2]);
+        assert!(BoundGraph::new(&mut graph, [one, small].into_iter()).is_err(), "the second does not fit");
+        assert_eq!(is_bound(&graph), [false; 2]);
     }
 }

@@ -85,3 +85,31 @@ unsafe extern "C" fn get_proc_address(_: sys::ggml_backend_reg_t, name: *const c
         }
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ggml::testing::load_cpu;
+
+    #[test]
+    fn each_table_leads_to_the_others_and_an_instance_is_made_and_freed() {
+        load_cpu();
+        let registry = init();
+        assert_eq!(registry, init(), "made once");
+        // SAFETY: the registry and what it leads to live as long as the process; the instance and the buffer are freed once.
+        unsafe {
+            let device = sys::ggml_backend_reg_dev_get(registry, 0);
+            assert_eq!(sys::ggml_backend_dev_backend_reg(device), registry);
+            let kind = sys::ggml_backend_dev_buffer_type(device);
+            assert_eq!(sys::ggml_backend_buft_get_device(kind), device);
+
+            let buffer = sys::ggml_backend_buft_alloc_buffer(kind, 64);
+            assert_eq!(sys::ggml_backend_buffer_get_type(buffer), kind);
+            sys::ggml_backend_buffer_free(buffer);
+
+            let instance = sys::ggml_backend_dev_init(device, std::ptr::null());
+            assert_eq!(sys::ggml_backend_get_device(instance), device);
+            sys::ggml_backend_free(instance);
+        }
+    }
+}
