@@ -1,20 +1,14 @@
 //! Graphs of our own, being built: tensors, operations, and the places of both in memory.
 //!
-//! A [`GraphBuilder`] makes tensors without memory. [`GraphBuilder::finish`] makes an [`OwnGraph`] of them, which is built
-//! once and computed many times; [`GraphBuilder::finish_tensors`] makes [`PlacedTensors`], which are only copied to and
-//! from. Tensors are named by [`TensorIndex`], which is good for the graph it came from and refused by all others.
+//! A [`GraphBuilder`] makes tensors without memory and places them; `own_graph` makes of them what is computed. Tensors are named by [`TensorIndex`], which is good for the graph it came from and refused by all others.
 
-use super::operation::{Facts, MAX_SOURCES, Role, check_operation, check_shape};
-use super::own_graph::{OwnGraph, PlacedTensors};
+use super::operation::{Facts, MAX_SOURCES, OpParams, Role, check_operation, check_shape};
 use super::{BufferType, Device, Memory, Scratch, c_text, sys};
 use crate::{Error, Result};
 use std::ops::Range;
 use std::ptr::{NonNull, null_mut};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-
-/// An operation's parameters, copied verbatim.
-pub type OpParams = [i32; (sys::GGML_MAX_OP_PARAMS as usize) / size_of::<i32>()];
 
 /// Most tensors that a graph of ours can have.
 const MAX_TENSORS: usize = 4096;
@@ -39,14 +33,6 @@ pub struct Inputs {
     pub rows_offset: usize,
     /// Bytes of the range.
     pub bytes: usize,
-}
-
-/// Graphs built so far in this process. In steady state it stands still.
-static BUILT: AtomicU64 = AtomicU64::new(0);
-
-/// How many graphs have been built so far.
-pub fn graphs_built() -> u64 {
-    BUILT.load(Relaxed)
 }
 
 /// Tensors and their order of execution, not computable yet.
@@ -316,32 +302,8 @@ impl GraphBuilder {
         Ok(())
     }
 
-    /// The graph, with leaves in `bound` to be shown live tensors at each computation.
-    ///
-    /// Fails if any other tensor has no place.
-    pub fn finish(self, bound: Vec<TensorIndex>) -> Result<OwnGraph> {
-        for &leaf in &bound {
-            if self.get(leaf)?.1 != Role::Leaf {
-                return Err(Error::Contract("a bound tensor that is not a leaf"));
-            }
-        }
-        self.check_places(&bound)?;
-        // SAFETY: the graph is ours.
-        unsafe { (*self.graph.as_ptr()).uid = sys::ggml_graph_next_uid() };
-        BUILT.fetch_add(1, Relaxed);
-        Ok(OwnGraph::new(self, bound))
-    }
-
-    /// The tensors alone, to be copied to and from. Fails if there are operations or inputs, or a tensor has no place.
-    pub fn finish_tensors(self) -> Result<PlacedTensors> {
-        if self.tensors.iter().any(|(_, role)| *role != Role::Leaf) {
-            return Err(Error::Contract("operations among tensors that are copied only"));
-        }
-        self.check_places(&[])?;
-        Ok(PlacedTensors::new(self))
-    }
-
-    fn check_places(&self, bound: &[TensorIndex]) -> Result<()> {
+    /// Fails unless every tensor has a place or is bound, and none is both.
+    pub(super) fn check_places(&self, bound: &[TensorIndex]) -> Result<()> {
         for (place, (tensor, _)) in self.tensors.iter().enumerate() {
             // SAFETY: all tensors of our context are valid.
             let is_placed = unsafe { !tensor.as_ref().buffer.is_null() };
@@ -366,6 +328,11 @@ impl GraphBuilder {
         self.graph.as_ptr()
     }
 
+    /// Whether there is nothing but leaves.
+    pub(super) fn has_leaves_only(&self) -> bool {
+        self.tensors.iter().all(|(_, role)| *role == Role::Leaf)
+    }
+
     pub(super) fn results(&self) -> impl Iterator<Item = NonNull<sys::ggml_tensor>> {
         self.tensors.iter().filter(|(_, role)| *role == Role::Result).map(|&(raw, _)| raw)
     }
@@ -387,6 +354,7 @@ impl GraphBuilder {
         Some((inputs, k as usize, n_tokens as usize, self.n_experts))
     }
 
+    /// Whether it is a leaf of this graph.
     pub(super) fn is_leaf(&self, tensor: TensorIndex) -> bool {
         self.get(tensor).is_ok_and(|(_, role)| role == Role::Leaf)
     }

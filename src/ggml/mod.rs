@@ -25,7 +25,7 @@ pub(crate) mod test_devices;
 pub(crate) mod testing;
 
 pub use abi::{COMMIT, RevisionCheck, check_host, is_commit, is_our_commit};
-pub use arena::{GraphBuilder, Inputs, OpParams, TensorIndex, graphs_built};
+pub use arena::{GraphBuilder, Inputs, TensorIndex};
 pub use backend::{AbortCallback, Backend, HostBlocks, PROBE_BYTES, PROBE_BYTES_PER_UPLOAD, Status, Upload};
 pub use buffer::{Buffer, BufferType};
 pub use device::Device;
@@ -34,8 +34,8 @@ pub use ids::{Ids, OwnIds};
 pub use live::{SharedWeights, close_buffer, open_buffer};
 pub use log::{Level, is_hosts_log, log, remember_hosts_log};
 pub use memory::{HostBlock, Memory, Scratch};
-pub use operation::MAX_SOURCES;
-pub use own_graph::{OwnGraph, PlacedTensors};
+pub use operation::{MAX_SOURCES, OpParams};
+pub use own_graph::{OwnGraph, PlacedTensors, graphs_built};
 pub use tensor::Tensor;
 
 /// The generated bindings to the pinned revision of ggml.

@@ -3,10 +3,13 @@
 //! The list is closed: it holds what an expert FFN is made of. The demands are those of ggml's own constructors and CPU
 //! kernels, most of which do not check anything themselves.
 
-use super::{OpParams, sys};
+use super::sys;
 use crate::{Error, Result};
 
-/// Number of sources that our operations have at most.
+/// An operation's parameters, copied verbatim.
+pub type OpParams = [i32; (sys::GGML_MAX_OP_PARAMS as usize) / size_of::<i32>()];
+
+/// Most sources that our operations have.
 pub const MAX_SOURCES: usize = 3;
 
 /// Largest size of a dimension, and largest number of rows: kernels count both in 32 bits.

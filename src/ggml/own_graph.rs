@@ -1,10 +1,44 @@
-//! Graphs of our own, ready to be computed, and tensors in device memory.
+//! What a [`GraphBuilder`] ends in: a graph that is built once and computed many times, or tensors that are copied only.
 
 use super::arena::{GraphBuilder, TensorIndex};
 use super::{BufferType, Device, HostBlock, Memory, Scratch, Tensor, sys};
 use crate::{Error, Result};
 use std::ptr::null_mut;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+/// Graphs built so far in this process. In steady state it stands still.
+static BUILT: AtomicU64 = AtomicU64::new(0);
+
+/// How many graphs have been built so far.
+pub fn graphs_built() -> u64 {
+    BUILT.load(Relaxed)
+}
+
+impl GraphBuilder {
+    /// The graph, with leaves in `bound` to be shown live tensors at each computation.
+    ///
+    /// Fails if any other tensor has no place.
+    pub fn finish(self, bound: Vec<TensorIndex>) -> Result<OwnGraph> {
+        if !bound.iter().all(|&leaf| self.is_leaf(leaf)) {
+            return Err(Error::Contract("a bound tensor that is not a leaf"));
+        }
+        self.check_places(&bound)?;
+        // SAFETY: the graph is ours.
+        unsafe { (*self.as_raw()).uid = sys::ggml_graph_next_uid() };
+        BUILT.fetch_add(1, Relaxed);
+        Ok(OwnGraph { parts: self, bound, checked_for: None })
+    }
+
+    /// The tensors alone, to be copied to and from. Fails if there are operations or inputs, or a tensor has no place.
+    pub fn finish_tensors(self) -> Result<PlacedTensors> {
+        if !self.has_leaves_only() {
+            return Err(Error::Contract("operations among tensors that are copied only"));
+        }
+        self.check_places(&[])?;
+        Ok(PlacedTensors(self))
+    }
+}
 
 /// A graph of ours with memory behind its tensors. Used by one thread at a time.
 pub struct OwnGraph {
@@ -18,10 +52,6 @@ pub struct OwnGraph {
 unsafe impl Send for OwnGraph {}
 
 impl OwnGraph {
-    pub(super) fn new(parts: GraphBuilder, bound: Vec<TensorIndex>) -> Self {
-        Self { parts, bound, checked_for: None }
-    }
-
     /// Leaves that are shown a live tensor at each computation.
     pub fn bound(&self) -> &[TensorIndex] {
         &self.bound
@@ -68,7 +98,7 @@ impl OwnGraph {
         Ok(())
     }
 
-    /// Fails unless `scratch` is what the graph was placed in, and all of the graph's memory is of one kind.
+    /// Fails unless `scratch` is what the graph was placed in.
     pub(super) fn check_scratch(&self, scratch: &Scratch) -> Result<()> {
         let is_it = self.parts.scratch().is_none_or(|known| Arc::ptr_eq(known, scratch.memory()));
         if is_it { Ok(()) } else { Err(Error::Contract("a graph that was placed in other memory")) }
@@ -96,13 +126,13 @@ impl OwnGraph {
         Ok(())
     }
 
-    /// First byte of the inputs in their scratch memory, and their size.
+    /// The inputs as a whole, and their bytes.
     pub(super) fn inputs(&self) -> Result<(*mut sys::ggml_tensor, usize)> {
         let (inputs, ..) = self.parts.ids().ok_or(Error::Contract("a graph without inputs"))?;
         Ok((self.parts.raw(inputs.whole)?, inputs.bytes))
     }
 
-    /// Where the inputs lie in their scratch memory.
+    /// First byte of the inputs in `scratch`, which is what they were placed in.
     pub(super) fn inputs_offset(&self, scratch: &Scratch) -> Result<usize> {
         let Some((inputs, ..)) = self.parts.ids() else { return Ok(0) };
         let raw = self.parts.raw(inputs.whole)?;
@@ -110,7 +140,7 @@ impl OwnGraph {
         Ok(unsafe { (*raw).data } as usize - scratch.memory().address(0) as usize)
     }
 
-    /// The tensor, of which `len` bytes from `offset` exist. Fails unless it is placed and has them.
+    /// The tensor. Fails unless it is placed and has `len` bytes from `offset`.
     pub(super) fn range(&self, tensor: TensorIndex, offset: usize, len: usize) -> Result<*mut sys::ggml_tensor> {
         range(&self.parts, &self.bound, tensor, offset, len)
     }
@@ -172,10 +202,6 @@ unsafe impl Send for PlacedTensors {}
 unsafe impl Sync for PlacedTensors {}
 
 impl PlacedTensors {
-    pub(super) fn new(parts: GraphBuilder) -> Self {
-        Self(parts)
-    }
-
     /// The device's address of a tensor.
     pub fn address(&self, tensor: TensorIndex) -> Result<usize> {
         let raw = self.0.raw(tensor)?;
@@ -183,7 +209,7 @@ impl PlacedTensors {
         Ok(unsafe { (*raw).data } as usize)
     }
 
-    /// The tensor, of which `len` bytes from `offset` exist, and the memory it lies in.
+    /// The tensor. Fails unless it has `len` bytes from `offset`.
     pub(super) fn range(&self, tensor: TensorIndex, offset: usize, len: usize) -> Result<*mut sys::ggml_tensor> {
         range(&self.0, &[], tensor, offset, len)
     }
