@@ -38,6 +38,9 @@ pub enum Error {
     /// ggml refused to create something.
     #[error("ggml could not create {0}")]
     Ggml(&'static str),
+    /// Our own code asked for something that is not allowed: a fault of this library.
+    #[error("internal error: {0}; please report it")]
+    Contract(&'static str),
     /// CUDA's driver refused something, or is missing.
     #[error("CUDA: {call}: {reason}")]
     Cuda {
@@ -117,3 +120,15 @@ pub enum Error {
 
 /// `Result` with this library's error.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_fault_of_our_own_is_told_from_a_refusal_of_ggml() {
+        let ours = Error::Contract("a range outside its tensor").to_string();
+        assert_eq!(ours, "internal error: a range outside its tensor; please report it");
+        assert_eq!(Error::Ggml("a buffer").to_string(), "ggml could not create a buffer");
+    }
+}

@@ -7,7 +7,11 @@ pub mod cache;
 pub mod cli;
 mod device;
 mod error;
+#[cfg(not(feature = "compile-fail-tests"))]
 mod ggml;
+#[cfg(feature = "compile-fail-tests")]
+#[doc(hidden)]
+pub mod ggml;
 pub mod gguf;
 mod lanes;
 mod moe;

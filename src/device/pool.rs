@@ -2,7 +2,7 @@
 
 use crate::Result;
 use crate::ggml::{
-    Backend, BufferType, GraphBuilder, HostBlock, Memory, OwnGraph, PROBE_BYTES, TensorIndex, Upload, sys,
+    Backend, BufferType, GraphBuilder, HostBlock, Memory, PROBE_BYTES, PlacedTensors, TensorIndex, Upload, sys,
 };
 use std::sync::Arc;
 
@@ -43,7 +43,7 @@ pub struct Pool {
 pub fn padding(shape: &PoolTensor, kind: BufferType) -> Result<usize> {
     let mut builder = GraphBuilder::new(1)?;
     let one = builder.leaf(shape.kind, shape.ne_for(1))?;
-    Ok(builder.alloc_size(one, kind).saturating_sub(builder.n_bytes(one)))
+    Ok(builder.alloc_size(one, kind)?.saturating_sub(builder.n_bytes(one)?))
 }
 
 impl Pool {
@@ -54,10 +54,9 @@ impl Pool {
         for shape in shapes {
             let tensor = builder.leaf(shape.kind, shape.ne_for(slots.into()))?;
             offsets.push(end);
-            end += builder.alloc_size(tensor, kind).next_multiple_of(kind.alignment());
+            end += builder.alloc_size(tensor, kind)?.next_multiple_of(kind.alignment());
         }
         let Some(memory) = Memory::allocate(kind, end) else { return Ok(None) };
-        memory.clear();
         Ok(Some(Self { memory: Arc::new(memory), slots, shapes: shapes.to_vec(), offsets, _keeps: None }))
     }
 
@@ -92,8 +91,10 @@ impl Pool {
 /// Handles to a pool's tensors, for the one thread that copies into it.
 pub struct PoolWriter {
     _pool: Arc<Pool>,
-    tensors: OwnGraph,
+    tensors: PlacedTensors,
     index: Vec<TensorIndex>,
+    /// The device's address of each tensor.
+    addresses: Vec<usize>,
     expert_bytes: Vec<usize>,
     slots: u16,
 }
@@ -109,14 +110,16 @@ impl PoolWriter {
             index.push(tensor);
         }
         let expert_bytes = pool.shapes.iter().map(|shape| shape.slot_bytes).collect();
-        Ok(Self { _pool: pool.clone(), tensors: builder.finish(Vec::new())?, index, expert_bytes, slots: pool.slots })
+        let tensors = builder.finish_tensors()?;
+        let addresses = index.iter().map(|&tensor| tensors.address(tensor)).collect::<Result<_>>()?;
+        Ok(Self { _pool: pool.clone(), tensors, index, addresses, expert_bytes, slots: pool.slots })
     }
 
     /// Address on the device and length in bytes of each tensor's part of a slot, in the order of the expert's bytes.
     /// `None` if the pool has no such slot.
     pub fn ranges(&self, slot: u16) -> Option<impl Iterator<Item = (usize, usize)> + Clone> {
-        let parts = self.index.iter().zip(&self.expert_bytes);
-        let range = move |(&tensor, &len)| (self.tensors.address(tensor) + usize::from(slot) * len, len);
+        let parts = self.addresses.iter().zip(&self.expert_bytes);
+        let range = move |(&address, &len)| (address + usize::from(slot) * len, len);
         (slot < self.slots).then(|| parts.map(range))
     }
 

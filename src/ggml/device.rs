@@ -10,7 +10,7 @@ use std::ptr::NonNull;
 pub const OUR_NAME: &str = "MoEHot";
 
 /// A registered device; lives as long as the process.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Device(NonNull<sys::ggml_backend_device>);
 
 // SAFETY: registered devices live as long as the process, and ggml's device functions may be called from any thread.
@@ -48,6 +48,11 @@ impl Device {
     fn kind(&self) -> sys::ggml_backend_dev_type {
         // SAFETY: the device is registered.
         unsafe { sys::ggml_backend_dev_type(self.as_raw()) }
+    }
+
+    /// Whether it is the CPU itself.
+    pub(super) fn is_cpu(&self) -> bool {
+        self.kind() == sys::GGML_BACKEND_DEVICE_TYPE_CPU
     }
 
     /// Whether it is on another machine, as llama.cpp tells it: by its registry's name.

@@ -15,7 +15,8 @@ impl<'a> Graph<'a> {
     /// Wraps a graph; `None` for NULL.
     ///
     /// # Safety
-    /// `raw` is NULL or a valid graph whose nodes stay valid, and are used by this thread alone, for `'a`.
+    /// `raw` is NULL or a valid graph whose nodes stay valid, and are used by this thread alone, for `'a`. Each of them is
+    /// as [`Tensor::from_raw`] demands, and made by one of ggml's constructors. Only the values of ids may be wrong.
     pub unsafe fn from_raw(raw: *mut sys::ggml_cgraph) -> Option<Self> {
         let raw = NonNull::new(raw)?;
         Some(Self { raw, owner: PhantomData })
@@ -78,6 +79,34 @@ impl<'a> Graph<'a> {
             }
         }
         None
+    }
+
+    /// Whether every id of every operation is an expert of the tensor that it picks from. The CPU's kernels do not check it.
+    ///
+    /// No: for ids that cannot be read before the graph is computed, too.
+    pub(super) fn has_valid_ids(&self) -> bool {
+        let mut last: Option<(Tensor<'_>, u64)> = None;
+        self.nodes().all(|node| {
+            let (experts, dim, ids) = match node.op() {
+                sys::GGML_OP_MUL_MAT_ID => (node.src(0), 2, node.src(2)),
+                sys::GGML_OP_ADD_ID => (node.src(1), 1, node.src(2)),
+                sys::GGML_OP_GET_ROWS => (node.src(0), 1, node.src(1)),
+                _ => return true,
+            };
+            let (Some(experts), Some(ids)) = (experts, ids) else { return false };
+            let n_experts = experts.ne(dim);
+            // The operations of a layer share their ids.
+            if last.is_some_and(|(known, bound)| known.is(&ids) && bound <= n_experts) {
+                return true;
+            }
+            last = Some((ids, n_experts));
+            let is_made_here = ids.storage().op() != sys::GGML_OP_NONE && self.computes(&ids.storage());
+            !is_made_here && ids.ids().is_some_and(|ids| ids.are_below(n_experts))
+        })
+    }
+
+    fn computes(&self, tensor: &Tensor<'_>) -> bool {
+        self.nodes().any(|node| node.is(tensor))
     }
 
     /// All nodes in execution order.

@@ -3,7 +3,7 @@
 //! The plugin's buffers are registered when made and closed before they are freed; closing waits for readers. So a
 //! [`SharedWeights`] can outlive its buffer without harm: it then has no bytes any more.
 
-use super::{Buffer, Tensor};
+use super::{Buffer, Tensor, sys};
 use std::collections::HashMap;
 use std::ptr::NonNull;
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError, RwLock};
@@ -21,7 +21,8 @@ fn live() -> MutexGuard<'static, HashMap<usize, Arc<Open>>> {
 /// Makes a new buffer's weights readable by other threads.
 ///
 /// # Safety
-/// [`close_buffer`] is called with the same address before the buffer's memory goes.
+/// [`close_buffer`] is called with the same address before the buffer's memory goes. Unless the buffer is for results, no
+/// leaf in it is written once graphs with that leaf are computed.
 pub unsafe fn open_buffer(address: usize) {
     live().insert(address, Arc::new(RwLock::new(true)));
 }
@@ -51,6 +52,10 @@ impl SharedWeights {
     /// The bytes of a leaf in a live buffer of ours; `None` for anything else.
     pub fn of(tensor: &Tensor<'_>) -> Option<Self> {
         let buffer: Buffer<'_> = tensor.buffer()?;
+        // Results, and inputs beside them, are written while graphs run.
+        if buffer.holds_results() || tensor.storage().op() != sys::GGML_OP_NONE {
+            return None;
+        }
         let data = NonNull::new(tensor.address() as *mut u8)?;
         let open = live().get(&buffer.address())?.clone();
         Some(Self { data, len: tensor.n_bytes(), open })
@@ -65,8 +70,8 @@ impl SharedWeights {
         if !*open {
             return None;
         }
-        // SAFETY: the buffer is open and stays so while the lock is held; the range lies inside the tensor. Weights
-        // are not written once graphs run (an adapter's are written before its first graph).
+        // SAFETY: the buffer is open and stays so while the lock is held; the range lies inside the tensor, a leaf outside
+        // buffers for results, which is not written any more (`open_buffer`).
         let bytes = unsafe { std::slice::from_raw_parts(self.data.as_ptr().add(offset), len) };
         Some(read(bytes))
     }

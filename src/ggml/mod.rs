@@ -1,17 +1,23 @@
 //! Safe wrappers over ggml: tensors, graphs, buffers, devices, backends, the log.
 //!
 //! Three layers: `sys` is generated, each wrapper's constructor is `unsafe` and names what it relies on,
-//! everything else is safe. This module knows nothing of experts.
+//! everything else is safe: whatever its arguments, it does what it says or fails. This module knows nothing of experts
+//! but that ids pick them.
 
 mod abi;
 mod arena;
 mod backend;
 mod buffer;
+#[cfg(test)]
+mod contract_tests;
 mod device;
 mod graph;
+mod ids;
 mod live;
 mod log;
 mod memory;
+mod operation;
+mod own_graph;
 mod tensor;
 #[cfg(test)]
 pub(crate) mod test_devices;
@@ -19,15 +25,18 @@ pub(crate) mod test_devices;
 pub(crate) mod testing;
 
 pub use abi::{COMMIT, RevisionCheck, check_host, is_commit, is_our_commit};
-pub use arena::{GraphBuilder, MAX_SOURCES, OpParams, OwnGraph, TensorIndex, graphs_built};
-pub use backend::{AbortCallback, Backend, PROBE_BYTES, Status, Transfer, Upload};
+pub use arena::{GraphBuilder, Inputs, TensorIndex};
+pub use backend::{AbortCallback, Backend, HostBlocks, PROBE_BYTES, PROBE_BYTES_PER_UPLOAD, Status, Upload};
 pub use buffer::{Buffer, BufferType};
 pub use device::Device;
 pub use graph::Graph;
+pub use ids::{Ids, OwnIds};
 pub use live::{SharedWeights, close_buffer, open_buffer};
 pub use log::{Level, is_hosts_log, log, remember_hosts_log};
-pub use memory::{HostBlock, Memory};
-pub use tensor::{Ids, OwnIds, Tensor};
+pub use memory::{HostBlock, Memory, Scratch};
+pub use operation::{MAX_SOURCES, OpParams};
+pub use own_graph::{OwnGraph, PlacedTensors, graphs_built};
+pub use tensor::Tensor;
 
 /// The generated bindings to the pinned revision of ggml.
 #[allow(missing_docs, dead_code, non_camel_case_types, non_snake_case, non_upper_case_globals)]

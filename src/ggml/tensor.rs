@@ -16,8 +16,9 @@ impl<'a> Tensor<'a> {
     /// Wraps a tensor; `None` for NULL.
     ///
     /// # Safety
-    /// `raw` is NULL or points to a tensor that, with its sources and buffers, stays valid and is not
-    /// changed by another thread for `'a`.
+    /// `raw` is NULL or points to a tensor that ggml has made, which, with its sources and buffers, stays valid for `'a`:
+    /// if it has memory, all of its elements lie in its buffer, and only views overlap others outside buffers for results.
+    /// For `'a` no other thread changes the tensor or its bytes, and nobody writes to buffers that hold weights.
     pub unsafe fn from_raw(raw: *const sys::ggml_tensor) -> Option<Self> {
         let raw = NonNull::new(raw.cast_mut())?;
         Some(Self { raw, graph: PhantomData })
@@ -127,6 +128,12 @@ impl<'a> Tensor<'a> {
         Some((row, self.ne(0) as usize * size_of::<f32>()))
     }
 
+    /// Whether it is what an operation writes, or a part of it: no weight, and nothing else that is read only.
+    pub(super) fn is_result(&self) -> bool {
+        let is_weight = self.buffer().is_none_or(|buffer| buffer.holds_weights());
+        self.storage().op() != sys::GGML_OP_NONE && !is_weight
+    }
+
     /// Address of the data, for use as an identity.
     pub fn address(&self) -> usize {
         self.get().data as usize
@@ -144,109 +151,12 @@ impl<'a> Tensor<'a> {
         if end > self.n_bytes() || !self.is_in_host_memory() || !self.buffer()?.holds_weights() {
             return None;
         }
-        // SAFETY: the range lies inside the tensor's allocated host memory; weights are not written while graphs run.
+        // SAFETY: the range lies inside the tensor's allocated host memory; nobody writes to a buffer that holds weights:
+        // neither the host, as `from_raw` demands, nor we (`HostBlock::read_row` refuses it).
         Some(unsafe { std::slice::from_raw_parts(data.as_ptr().add(offset), len) })
     }
 
-    fn is_in_host_memory(&self) -> bool {
+    pub(super) fn is_in_host_memory(&self) -> bool {
         self.buffer().is_some_and(|buffer| buffer.is_host())
-    }
-
-    /// The tensor's data as expert ids, if it is a 2-D tensor of 32-bit integers in host memory.
-    pub fn ids(&self) -> Option<Ids<'a>> {
-        let flat = self.ne(2) == 1 && self.ne(3) == 1;
-        if self.element_type() != sys::GGML_TYPE_I32 || !flat || !self.is_aligned_i32() {
-            return None;
-        }
-        let [n_used, n_tokens] = [self.ne(0) as usize, self.ne(1) as usize];
-        if n_used == 0 || n_tokens == 0 {
-            return Some(Ids { data: NonNull::dangling(), n_used, n_tokens: 0, strides: [0; 2], memory: PhantomData });
-        }
-        if !self.is_in_host_memory() {
-            return None;
-        }
-        Some(Ids {
-            data: NonNull::new(self.get().data.cast())?,
-            n_used,
-            n_tokens,
-            strides: [self.nb(0), self.nb(1)],
-            memory: PhantomData,
-        })
-    }
-
-    fn is_aligned_i32(&self) -> bool {
-        [self.address(), self.nb(0), self.nb(1)].iter().all(|n| n % align_of::<i32>() == 0)
-    }
-}
-
-/// A copy of a batch's expert ids. ggml may use their memory again once the split's last reader is done.
-#[derive(Default)]
-pub struct OwnIds {
-    ids: Vec<i32>,
-    n_used: usize,
-    n_tokens: usize,
-}
-
-impl OwnIds {
-    /// Takes a copy; allocates only for a batch larger than all before.
-    pub fn read(&mut self, ids: &Ids<'_>) {
-        (self.n_used, self.n_tokens) = (ids.n_used(), ids.n_tokens());
-        self.ids.clear();
-        self.ids.extend(ids.iter().map(|(_, _, id)| id));
-    }
-
-    /// Experts per token.
-    pub fn n_used(&self) -> usize {
-        self.n_used
-    }
-
-    /// Tokens in the batch; 0 is normal.
-    pub fn n_tokens(&self) -> usize {
-        self.n_tokens
-    }
-
-    /// All ids, token by token.
-    pub fn ids(&self) -> &[i32] {
-        &self.ids
-    }
-
-    /// All ids as `(slot, token, id)`, token by token.
-    pub fn iter(&self) -> impl Iterator<Item = (usize, usize, i32)> {
-        let n_used = self.n_used.max(1);
-        self.ids.iter().enumerate().map(move |(place, &id)| (place % n_used, place / n_used, id))
-    }
-}
-
-/// Expert ids `[n_expert_used, n_tokens]`, usually a strided view of a longer argsort result.
-pub struct Ids<'a> {
-    data: NonNull<i32>,
-    n_used: usize,
-    n_tokens: usize,
-    /// Bytes from id to id and from token to token.
-    strides: [usize; 2],
-    memory: PhantomData<&'a [i32]>,
-}
-
-impl<'a> Ids<'a> {
-    /// Experts per token.
-    pub fn n_used(&self) -> usize {
-        self.n_used
-    }
-
-    /// Tokens in the batch; 0 is normal.
-    pub fn n_tokens(&self) -> usize {
-        self.n_tokens
-    }
-
-    /// All ids as `(slot, token, id)`, token by token.
-    pub fn iter(&self) -> impl Iterator<Item = (usize, usize, i32)> {
-        (0..self.n_tokens).flat_map(move |token| (0..self.n_used).map(move |slot| (slot, token, self.at(slot, token))))
-    }
-
-    fn at(&self, slot: usize, token: usize) -> i32 {
-        let offset = slot * self.strides[0] + token * self.strides[1];
-        // SAFETY: `Tensor::ids` checked alignment and that the tensor, all n_used x n_tokens of it, lies in host memory;
-        // a plain read, so it does not matter who writes there at other times.
-        unsafe { self.data.byte_add(offset).read() }
     }
 }

@@ -59,7 +59,7 @@ pub(crate) fn register_cuda_lookalike() -> Device {
         get_buffer_type: Some(buffer_type),
         get_host_buffer_type: None,
         buffer_from_host_ptr: None,
-        supports_op: None,
+        supports_op: Some(supports_op),
         supports_buft: None,
         offload_op: None,
         event_new: None,
@@ -115,6 +115,11 @@ unsafe extern "C" fn backend(_: sys::ggml_backend_dev_t, _: *const c_char) -> sy
 unsafe extern "C" fn buffer_type(_: sys::ggml_backend_dev_t) -> sys::ggml_backend_buffer_type_t {
     // SAFETY: takes no arguments.
     unsafe { sys::ggml_backend_cpu_buffer_type() }
+}
+
+unsafe extern "C" fn supports_op(_: sys::ggml_backend_dev_t, op: *const sys::ggml_tensor) -> bool {
+    // SAFETY: a registered device, asked about a valid tensor.
+    unsafe { sys::ggml_backend_dev_supports_op(Device::cpu().unwrap().as_raw(), op) }
 }
 
 static LINES: Mutex<Vec<String>> = Mutex::new(Vec::new());

@@ -79,14 +79,27 @@ impl Builder {
         unsafe { super::open_buffer(leaf.buffer().unwrap().address()) };
     }
 
-    /// Gives every tensor made so far zeroed CPU memory.
+    /// Gives every tensor made so far zeroed CPU memory, marked as holding weights.
     pub(crate) fn allocate(&self) {
-        let cpu = BufferType::cpu().unwrap().as_raw();
+        self.allocate_in(BufferType::cpu().unwrap());
+    }
+
+    /// The same in memory of this kind.
+    pub(crate) fn allocate_in(&self, kind: BufferType) {
         // SAFETY: the context is valid; the buffer is leaked, which a test may do.
         unsafe {
-            let buffer = sys::ggml_backend_alloc_ctx_tensors_from_buft(self.raw.as_ptr(), cpu);
+            let buffer = sys::ggml_backend_alloc_ctx_tensors_from_buft(self.raw.as_ptr(), kind.as_raw());
             sys::ggml_backend_buffer_clear(buffer, 0);
             sys::ggml_backend_buffer_set_usage(buffer, sys::GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
+        }
+    }
+
+    /// Marks what has been allocated as a buffer for results.
+    pub(crate) fn mark_results(&self) {
+        // SAFETY: the context is valid; its first tensor has a buffer.
+        unsafe {
+            let first = sys::ggml_get_first_tensor(self.raw.as_ptr());
+            sys::ggml_backend_buffer_set_usage((*first).buffer, sys::GGML_BACKEND_BUFFER_USAGE_COMPUTE);
         }
     }
 

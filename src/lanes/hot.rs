@@ -3,11 +3,13 @@
 //! One upload, one graph, one download and one wait for a layer. It works on any ggml device.
 
 use super::Requests;
-use super::job::{Jobs, Rebuilt};
 use super::requests::Form;
+use super::template_graph::{PreparedGraphs, TemplateGraph};
 use crate::device::Pool;
-use crate::ggml::{Backend, BufferType, Device, Graph, HostBlock, Memory, PROBE_BYTES, Status, Transfer, Upload};
-use crate::moe::Ffn;
+use crate::ggml::{
+    Backend, BufferType, Device, Graph, HostBlock, HostBlocks, PROBE_BYTES_PER_UPLOAD, Scratch, Status, Upload,
+};
+use crate::moe::FfnTemplate;
 use crate::units::{Expert, Slot};
 use crate::{Error, Result};
 use std::sync::Arc;
@@ -21,23 +23,23 @@ pub struct HotLane {
     kind: BufferType,
     /// Whether rows may pass through page-locked memory.
     pinned: bool,
-    scratch: Option<Arc<Memory>>,
+    scratch: Option<Scratch>,
     inputs: Option<HostBlock>,
     outputs: Option<HostBlock>,
-    /// The last bytes of what was copied while a token waited, read back.
+    /// Both ends of what was copied while a token waited, read back.
     probes: Option<HostBlock>,
     layers: Vec<HotLayer>,
-    /// Goes last: nothing of the lane is on the device any more then.
+    /// Dropped last: the fields above may still be in use on the device.
     backend: Backend,
 }
 
-/// A layer's recipe over its pool.
+/// A layer's template over its pool.
 struct HotLayer {
     pool: Arc<Pool>,
-    ffn: Arc<Ffn>,
-    /// First byte in the pool of each of the recipe's weights.
+    template: Arc<FfnTemplate>,
+    /// First byte in the pool of each of the template's weights.
     offsets: Vec<usize>,
-    jobs: Jobs,
+    graphs: PreparedGraphs,
 }
 
 /// A layer that a lane knows. Good for that lane only, see [`HotLane::knows`].
@@ -47,7 +49,7 @@ pub struct HotIndex {
     place: usize,
 }
 
-/// Why a lane cannot compute a recipe, or how much scratch memory it takes.
+/// Why a lane cannot compute a template, or how much scratch memory it takes.
 pub struct Trial {
     /// The first operation that the device cannot execute.
     pub unsupported: Option<String>,
@@ -55,14 +57,16 @@ pub struct Trial {
     pub scratch_bytes: usize,
 }
 
-/// Rebuilds a recipe without memory to see what the device says to it.
-pub fn try_out(device: Device, ffn: &Ffn, max_rows: usize) -> Result<Trial> {
+/// Builds a template's graphs without memory to see what the device says to them.
+pub fn try_out(device: Device, template: &FfnTemplate, max_rows: usize) -> Result<Trial> {
     let kind = device.buffer_type().ok_or(Error::Ggml("a buffer type of the device"))?;
     let mut trial = Trial { unsupported: None, scratch_bytes: 0 };
-    for form in [Form::OneToken(ffn.n_used.min(max_rows)), Form::PerRow(max_rows)] {
-        let rebuilt = Rebuilt::new(ffn, form, ffn.n_expert, kind.alignment())?;
-        trial.unsupported = trial.unsupported.or_else(|| rebuilt.unsupported_by(device));
-        trial.scratch_bytes = trial.scratch_bytes.max(rebuilt.scratch_bytes(kind));
+    for form in [Form::OneToken(template.n_used.min(max_rows)), Form::PerRow(max_rows)] {
+        let graph = TemplateGraph::new(template, form, template.n_expert, kind.alignment())?;
+        if trial.unsupported.is_none() {
+            trial.unsupported = graph.unsupported_by(device)?;
+        }
+        trial.scratch_bytes = trial.scratch_bytes.max(graph.scratch_bytes(kind)?);
     }
     Ok(trial)
 }
@@ -99,37 +103,36 @@ impl HotLane {
 
     /// Gives its scratch memory back, and the graphs that are placed in it.
     pub fn drop_scratch(&mut self) {
-        self.layers.iter_mut().for_each(|layer| layer.jobs.clear());
+        self.layers.iter_mut().for_each(|layer| layer.graphs.clear());
         self.scratch = None;
     }
 
     /// Takes `scratch_bytes` of scratch memory on the device in place of what it has. `false`: the device has no room.
     pub fn grow(&mut self, scratch_bytes: usize) -> bool {
         self.drop_scratch();
-        let Some(scratch) = Memory::allocate(self.kind, scratch_bytes) else { return false };
-        scratch.clear();
-        self.scratch = Some(Arc::new(scratch));
-        true
+        self.scratch = Scratch::allocate(self.kind, scratch_bytes);
+        self.scratch.is_some()
     }
 
-    /// A layer's recipe over its pool; `tensors` gives the pool's tensor for each of the recipe's weights.
-    pub fn add_layer(&mut self, pool: &Arc<Pool>, ffn: &Arc<Ffn>, tensors: &[usize]) -> HotIndex {
+    /// A layer's template over its pool; `tensors` gives the pool's tensor for each of the template's weights.
+    pub fn add_layer(&mut self, pool: &Arc<Pool>, template: &Arc<FfnTemplate>, tensors: &[usize]) -> HotIndex {
         let offsets: Vec<_> = tensors.iter().map(|&tensor| pool.offset(tensor)).collect();
-        // Two adapters can have the same recipe over other tensors of the same pool.
+        // Two adapters can have the same template over other tensors of the same pool.
         let is_it = |layer: &HotLayer| {
-            Arc::ptr_eq(&layer.pool, pool) && Arc::ptr_eq(&layer.ffn, ffn) && layer.offsets == offsets
+            Arc::ptr_eq(&layer.pool, pool) && Arc::ptr_eq(&layer.template, template) && layer.offsets == offsets
         };
         if let Some(known) = self.layers.iter().position(is_it) {
             return HotIndex { lane: self.id, place: known };
         }
-        self.layers.push(HotLayer { pool: pool.clone(), ffn: ffn.clone(), offsets, jobs: Jobs::default() });
+        let (pool, template, graphs) = (pool.clone(), template.clone(), PreparedGraphs::default());
+        self.layers.push(HotLayer { pool, template, offsets, graphs });
         HotIndex { lane: self.id, place: self.layers.len() - 1 }
     }
 
     /// Computes some of the split's requests on the device, and `meanwhile` on this thread; returns when both are done.
     ///
-    /// `copies` says which experts to bring into which slots first. If the device refuses, `meanwhile` is not run and the status is returned. Nothing of the split is written before
-    /// [`HotLane::write_rows`].
+    /// `copies` says which experts to bring into which slots first. If the device refuses, `meanwhile` is not run and the
+    /// status is returned. Nothing of the split is written before [`HotLane::write_rows`].
     pub fn compute_while<R>(
         &mut self,
         layer: HotIndex,
@@ -139,57 +142,61 @@ impl HotLane {
         meanwhile: impl FnOnce() -> R,
     ) -> Result<Result<R, Status>> {
         let form = requests.form();
-        let HotLayer { pool, ffn, offsets, jobs } = &mut self.layers[layer.place];
-        let scratch = self.scratch.as_ref().ok_or(Error::Ggml("scratch memory on the device"))?;
+        let HotLayer { pool, template, offsets, graphs } = self.layers.get_mut(layer.place).ok_or(UNKNOWN_LAYER)?;
+        let scratch = self.scratch.as_mut().ok_or(Error::Contract("a hot lane without scratch memory"))?;
         let make = || {
-            let rebuilt = Rebuilt::new(ffn, form, pool.slots().into(), self.kind.alignment())?;
-            rebuilt.finish_placed(scratch, pool.memory(), offsets)
+            let graph = TemplateGraph::new(template, form, pool.slots().into(), self.kind.alignment())?;
+            graph.finish_placed(scratch, pool.memory(), offsets)
         };
-        let job = jobs.get(form, make)?;
-        let inputs = sized(&mut self.inputs, (self.device, self.pinned), job.inputs_bytes)?;
-        let outputs = sized(&mut self.outputs, (self.device, self.pinned), job.output_bytes)?;
-        let rows = ffn.input(split).ok_or(Error::Ggml("a split of this recipe"))?;
-        requests.write_inputs(inputs, job.input_offset, ffn, form, &rows)?;
-        let input = Transfer { tensor: job.inputs, len: job.inputs_bytes, block: &*inputs };
-        let output = Transfer { tensor: job.output, len: job.output_bytes, block: outputs };
-        let tensors = &job.weights;
-        let weights =
-            copies.iter().flat_map(|&copy| ffn.weights.iter().zip(tensors).enumerate().map(move |w| (copy, w)));
-        let weights = weights.map(|((expert, slot), (index, (shape, &tensor)))| {
+        let prepared = graphs.get(form, make)?;
+        let place = (self.device, self.pinned);
+        let inputs = sized(&mut self.inputs, place, prepared.inputs_bytes)?;
+        let outputs = sized(&mut self.outputs, place, prepared.output_bytes)?;
+        let probes_bytes = copies.len() * template.weights.len() * PROBE_BYTES_PER_UPLOAD;
+        let probes = sized(&mut self.probes, place, probes_bytes)?;
+        let rows = template.input(split).ok_or(NOT_ITS_SPLIT)?;
+        requests.write_inputs(inputs, prepared.input_offset, template, form, &rows)?;
+        let tensors = &prepared.weights;
+        let uploads =
+            copies.iter().flat_map(|&copy| template.weights.iter().zip(tensors).enumerate().map(move |w| (copy, w)));
+        let uploads = uploads.map(|((expert, slot), (index, (shape, &tensor)))| {
             let len = shape.expert_bytes;
             let bytes =
-                ffn.weight(split, index).and_then(|weight| weight.weight_bytes(usize::from(expert.0) * len, len));
-            let bytes = bytes.ok_or(Error::Ggml("an expert's bytes"))?;
+                template.weight(split, index).and_then(|weight| weight.weight_bytes(usize::from(expert.0) * len, len));
+            let bytes = bytes.ok_or(Error::Contract("an expert whose bytes are not at hand"))?;
             Ok(Upload { tensor, offset: usize::from(slot.0) * len, bytes })
         });
-        let probes =
-            sized(&mut self.probes, (self.device, self.pinned), copies.len() * ffn.weights.len() * PROBE_BYTES)?;
-        self.backend.compute_while(&mut job.graph, weights, probes, input, output, meanwhile)
+        let blocks = HostBlocks { inputs, outputs, probes };
+        self.backend.compute_while((&mut prepared.graph, scratch), uploads, prepared.output, blocks, meanwhile)
     }
 
-    /// Whether experts of this layer can be copied while a token waits: the recipe's tensors are all that the pool holds,
+    /// Whether experts of this layer can be copied while a token waits: the template's tensors are all that the pool holds,
     /// and their bytes are at hand.
     pub fn can_copy(&self, layer: HotIndex, split: &Graph<'_>) -> bool {
-        let HotLayer { pool, ffn, .. } = &self.layers[layer.place];
-        let is_at_hand = |index| ffn.weight(split, index).is_some_and(|tensor| tensor.weight_bytes(0, 0).is_some());
-        pool.n_tensors() == ffn.weights.len() && (0..ffn.weights.len()).all(is_at_hand)
+        let Some(HotLayer { pool, template, .. }) = self.layers.get(layer.place) else { return false };
+        let is_at_hand =
+            |index| template.weight(split, index).is_some_and(|weight| weight.weight_bytes(0, 0).is_some());
+        pool.n_tensors() == template.weights.len() && (0..template.weights.len()).all(is_at_hand)
     }
 
     /// Writes the rows of the last [`HotLane::compute_while`] to where they belong in the split.
     pub fn write_rows(&self, layer: HotIndex, split: &Graph<'_>, requests: &Requests) -> Result<()> {
-        let ffn = &self.layers[layer.place].ffn;
-        let outputs = self.outputs.as_ref().ok_or(Error::Ggml("rows that have been computed"))?;
-        let output = ffn.output(split).ok_or(Error::Ggml("a split of this recipe"))?;
-        requests.read_outputs(outputs, 0, ffn, &output)
+        let HotLayer { template, .. } = self.layers.get(layer.place).ok_or(UNKNOWN_LAYER)?;
+        let outputs = self.outputs.as_ref().ok_or(Error::Contract("rows that have not been computed"))?;
+        let output = template.output(split).ok_or(NOT_ITS_SPLIT)?;
+        requests.read_outputs(outputs, 0, template, &output)
     }
 }
+
+const NOT_ITS_SPLIT: Error = Error::Contract("a split that its template was not made from");
+const UNKNOWN_LAYER: Error = Error::Contract("a layer that the lane does not know");
 
 /// The block, made larger if it is too small.
 fn sized(block: &mut Option<HostBlock>, (device, pinned): (Device, bool), bytes: usize) -> Result<&mut HostBlock> {
     if block.as_ref().is_none_or(|block| block.size() < bytes) {
         *block = Some(HostBlock::for_copies(device, bytes.next_power_of_two(), pinned)?);
     }
-    block.as_mut().ok_or(Error::Ggml("a block of host memory"))
+    block.as_mut().ok_or(Error::Contract("a block that was not made"))
 }
 
 #[cfg(test)]
@@ -208,11 +215,11 @@ mod tests {
         let weights = || b.leaf(sys::GGML_TYPE_F32, [N, N, 4]);
         let (gate, up) = (b.mul_mat_id(weights(), x, ids), b.mul_mat_id(weights(), x, ids));
         let graph = b.graph(b.mul_mat_id(weights(), b.swiglu(gate, up), ids));
-        let ffn = Arc::new(Ffn::recognise(&graph, &Block::recognise(&graph)[0]).unwrap());
+        let template = Arc::new(FfnTemplate::recognise(&graph, &Block::recognise(&graph)[0]).unwrap());
         let pool = Arc::new(
             Pool::allocate(
                 BufferType::cpu().unwrap(),
-                &ffn.weights.iter().map(crate::lanes::pool_tensor).collect::<Vec<_>>(),
+                &template.weights.iter().map(crate::lanes::pool_tensor).collect::<Vec<_>>(),
                 2,
             )
             .unwrap()
@@ -220,10 +227,10 @@ mod tests {
         );
         let lane = || HotLane::new(Device::cpu().unwrap(), false).unwrap();
         let (mut old, mut new) = (lane(), lane());
-        let index = old.add_layer(&pool, &ffn, &[0, 1, 2]);
-        assert_eq!(old.add_layer(&pool, &ffn, &[0, 1, 2]), index, "added once");
-        assert_ne!(old.add_layer(&pool, &ffn, &[1, 0, 2]), index, "the same recipe over other tensors");
+        let index = old.add_layer(&pool, &template, &[0, 1, 2]);
+        assert_eq!(old.add_layer(&pool, &template, &[0, 1, 2]), index, "added once");
+        assert_ne!(old.add_layer(&pool, &template, &[1, 0, 2]), index, "the same template over other tensors");
         assert!(old.knows(index) && !new.knows(index));
-        assert_ne!(new.add_layer(&pool, &ffn, &[0, 1, 2]), index);
+        assert_ne!(new.add_layer(&pool, &template, &[0, 1, 2]), index);
     }
 }

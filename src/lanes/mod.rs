@@ -5,8 +5,8 @@
 
 mod cold;
 mod hot;
-mod job;
 mod requests;
+mod template_graph;
 
 pub use cold::ColdLane;
 pub use hot::{HotIndex, HotLane, try_out};

@@ -1,13 +1,13 @@
 //! Lists of requests, and how their rows are laid out for a graph.
 
 use crate::ggml::{HostBlock, Tensor};
-use crate::moe::Ffn;
+use crate::moe::FfnTemplate;
 use crate::{Error, Result};
 
 /// Requests for one lane: which rows of the split, and which expert (cold) or slot (hot) for each.
 #[derive(Default)]
 pub struct Requests {
-    /// `(index within the token's top-k, token)`.
+    /// `(k, token)`: the request's place in the token's top-k, and the token.
     rows: Vec<(usize, usize)>,
     /// The expert or slot of each row.
     ids: Vec<i32>,
@@ -22,16 +22,16 @@ impl Requests {
         self.ids.reserve(n);
     }
 
-    /// Adds the request of `token` that stands at place `used` of its top-k.
-    pub fn push(&mut self, used: usize, token: usize, id: i32) {
-        self.rows.push((used, token));
+    /// Adds request number `k` of `token`, for an expert or slot.
+    pub fn push(&mut self, k: usize, token: usize, id: i32) {
+        self.rows.push((k, token));
         self.ids.push(id);
     }
 
-    /// Takes the last one out: index within the token's top-k, token, and expert or slot.
+    /// Takes the last one out: its `k`, token, and expert or slot.
     pub fn pop(&mut self) -> Option<(usize, usize, i32)> {
-        let ((used, token), id) = (self.rows.pop()?, self.ids.pop()?);
-        Some((used, token, id))
+        let ((k, token), id) = (self.rows.pop()?, self.ids.pop()?);
+        Some((k, token, id))
     }
 
     /// How many there are.
@@ -57,15 +57,15 @@ impl Requests {
         &self,
         block: &mut HostBlock,
         input_offset: usize,
-        ffn: &Ffn,
+        template: &FfnTemplate,
         form: Form,
         input: &Tensor<'_>,
     ) -> Result<()> {
         block.write_ids(0, &self.ids)?;
-        let row_bytes = row_bytes(ffn.n_in);
-        for (row, &(used, token)) in self.rows.iter().take(form.input_rows(ffn)).enumerate() {
-            let used = if ffn.shared_input { 0 } else { used };
-            block.write_row(input_offset + row * row_bytes, input, used, token)?;
+        let row_bytes = row_bytes(template.n_in);
+        for (row, &(k, token)) in self.rows.iter().take(form.input_rows(template)).enumerate() {
+            let k = if template.shared_input { 0 } else { k };
+            block.write_row(input_offset + row * row_bytes, input, k, token)?;
         }
         Ok(())
     }
@@ -75,12 +75,12 @@ impl Requests {
         &self,
         block: &HostBlock,
         output_offset: usize,
-        ffn: &Ffn,
+        template: &FfnTemplate,
         output: &Tensor<'_>,
     ) -> Result<()> {
-        let row_bytes = row_bytes(ffn.n_out);
-        for (row, &(used, token)) in self.rows.iter().enumerate() {
-            block.read_row(output_offset + row * row_bytes, output, used, token)?;
+        let row_bytes = row_bytes(template.n_out);
+        for (row, &(k, token)) in self.rows.iter().enumerate() {
+            block.read_row(output_offset + row * row_bytes, output, k, token)?;
         }
         Ok(())
     }
@@ -110,7 +110,7 @@ impl Form {
 
     /// The second and third dimension of results.
     pub fn dims(self) -> Result<[i64; 2]> {
-        let n = i64::try_from(self.rows()).map_err(|_| Error::Ggml("a graph of so many rows"))?;
+        let n = i64::try_from(self.rows()).map_err(|_| Error::Contract("a graph of too many rows"))?;
         Ok(match self {
             Form::OneToken(_) => [n, 1],
             Form::PerRow(_) => [1, n],
@@ -118,9 +118,9 @@ impl Form {
     }
 
     /// Rows that go in: experts of one token can share one.
-    pub fn input_rows(self, ffn: &Ffn) -> usize {
+    pub fn input_rows(self, template: &FfnTemplate) -> usize {
         match self {
-            Form::OneToken(_) if ffn.shared_input => 1,
+            Form::OneToken(_) if template.shared_input => 1,
             _ => self.rows(),
         }
     }
@@ -132,7 +132,7 @@ mod tests {
 
     fn requests(list: &[(usize, i32)]) -> Requests {
         let mut requests = Requests::default();
-        list.iter().enumerate().for_each(|(used, &(token, id))| requests.push(used, token, id));
+        list.iter().enumerate().for_each(|(k, &(token, id))| requests.push(k, token, id));
         requests
     }
 

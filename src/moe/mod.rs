@@ -5,8 +5,8 @@
 
 mod block;
 mod claim;
-mod ffn;
+mod template;
 
 pub use block::{Block, Shape};
 pub use claim::Claims;
-pub use ffn::{Ffn, Rows, Source, WeightShape};
+pub use template::{FfnTemplate, Rows, Source, WeightShape};

@@ -2,7 +2,8 @@
 //!
 //! An instance's context is a boxed [`Context`].
 
-use super::{NAME, device, event, guard};
+use super::event;
+use super::guard::{NAME, guard};
 use crate::ggml::{AbortCallback, Graph, Level, log, sys};
 use crate::runtime::Context;
 use std::ffi::{c_char, c_int, c_void};
@@ -28,15 +29,16 @@ const INTERFACE: sys::ggml_backend_i = sys::ggml_backend_i {
 };
 
 /// Identifies our instances: `moe-hot v1 plugin`, in ASCII.
-static GUID: super::Shared<sys::ggml_guid> = super::Shared::new(*b"moe-hotv1-plugin");
+static GUID: sys::ggml_guid = *b"moe-hotv1-plugin";
 
-/// A new instance; NULL only if ggml's CPU backend cannot be made.
-pub(super) fn new() -> sys::ggml_backend_t {
+/// A new instance on `device`; NULL only if ggml's CPU backend cannot be made.
+pub(super) fn new(device: sys::ggml_backend_dev_t) -> sys::ggml_backend_t {
     match Context::new() {
         Ok(context) => Box::into_raw(Box::new(sys::ggml_backend {
-            guid: GUID.get(),
+            // ggml only reads it.
+            guid: (&raw const GUID).cast_mut(),
             iface: INTERFACE,
-            device: device::DEVICE.get(),
+            device,
             context: Box::into_raw(Box::new(context)).cast(),
         })),
         Err(error) => {
@@ -59,11 +61,12 @@ unsafe extern "C" fn get_name(_: sys::ggml_backend_t) -> *const c_char {
 
 unsafe extern "C" fn free(backend: sys::ggml_backend_t) {
     guard("freeing a backend", (), || {
-        // SAFETY: ggml frees each instance once; both boxes were made by `new`.
-        let (backend, context) =
-            unsafe { (Box::from_raw(backend), Box::from_raw((*backend).context.cast::<Context>())) };
-        drop(context);
-        drop(backend);
+        // SAFETY: ggml frees each instance once; both boxes were made by `new`. The context's address is read before the
+        // instance becomes a box, after which the pointer must not be used.
+        unsafe {
+            drop(Box::from_raw((*backend).context.cast::<Context>()));
+            drop(Box::from_raw(backend));
+        }
     });
 }
 
@@ -91,7 +94,8 @@ pub(super) unsafe extern "C" fn set_abort_callback(
     data: *mut c_void,
 ) {
     guard("setting the abort callback", (), || {
-        // SAFETY: as for `set_n_threads`.
-        unsafe { context(backend) }.set_abort_callback(AbortCallback { function, data });
+        // SAFETY: as for `set_n_threads`. The host keeps function and data valid until it sets others or frees the instance.
+        let (context, callback) = unsafe { (context(backend), AbortCallback::new(function, data)) };
+        context.set_abort_callback(callback);
     });
 }

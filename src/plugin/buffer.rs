@@ -2,7 +2,7 @@
 //!
 //! A buffer's context is the wrapped buffer.
 
-use super::{buffer_type, guard};
+use super::guard::guard;
 use crate::ggml::{BufferType, Device, open_buffer, sys};
 use crate::runtime::runtime;
 use std::ffi::c_void;
@@ -28,13 +28,16 @@ pub(super) fn pinned_type() -> Option<BufferType> {
 }
 
 /// New host memory: page-locked where possible, as stock does for experts, else plain. NULL if neither is to be had.
-pub(super) fn allocate(size: usize) -> sys::ggml_backend_buffer_t {
+///
+/// # Safety
+/// `ours` is our buffer type.
+pub(super) unsafe fn allocate(ours: sys::ggml_backend_buffer_type_t, size: usize) -> sys::ggml_backend_buffer_t {
     for kind in [pinned_type(), BufferType::cpu()].into_iter().flatten() {
         // SAFETY: the buffer type is registered.
         let inner = unsafe { sys::ggml_backend_buft_alloc_buffer(kind.as_raw(), size) };
         if !inner.is_null() {
-            // SAFETY: `inner` is a new host buffer that nobody else owns.
-            return unsafe { wrap(inner) };
+            // SAFETY: `inner` is a new host buffer that nobody else owns; `ours` is passed on from the caller.
+            return unsafe { wrap(ours, inner) };
         }
     }
     null_mut()
@@ -43,26 +46,30 @@ pub(super) fn allocate(size: usize) -> sys::ggml_backend_buffer_t {
 /// A buffer over the loader's memory map: nothing is read or copied.
 ///
 /// # Safety
-/// `data` points to `size` bytes that outlive the buffer.
-pub(super) unsafe fn from_host_memory(data: *mut c_void, size: usize) -> sys::ggml_backend_buffer_t {
+/// `ours` is our buffer type; `data` points to `size` bytes that outlive the buffer.
+pub(super) unsafe fn from_host_memory(
+    ours: sys::ggml_backend_buffer_type_t,
+    data: *mut c_void,
+    size: usize,
+) -> sys::ggml_backend_buffer_t {
     // SAFETY: passed on from the caller.
     let inner = unsafe { sys::ggml_backend_cpu_buffer_from_ptr(data, size) };
     if inner.is_null() {
         return null_mut();
     }
-    // SAFETY: `inner` is a new host buffer that nobody else owns.
-    unsafe { wrap(inner) }
+    // SAFETY: `inner` is a new host buffer that nobody else owns; `ours` is passed on from the caller.
+    unsafe { wrap(ours, inner) }
 }
 
 /// # Safety
-/// `inner` is a valid host buffer; its ownership passes to the new buffer.
-unsafe fn wrap(inner: sys::ggml_backend_buffer_t) -> sys::ggml_backend_buffer_t {
+/// `ours` is our buffer type. `inner` is a valid host buffer; its ownership passes to the new buffer.
+unsafe fn wrap(ours: sys::ggml_backend_buffer_type_t, inner: sys::ggml_backend_buffer_t) -> sys::ggml_backend_buffer_t {
     runtime().buffer_made();
     // SAFETY: `inner` is valid; ggml owns and later deletes the struct it makes here. `free_buffer`, which ggml calls
     // before that, has the engine close the buffer.
     unsafe {
         let size = sys::ggml_backend_buffer_get_size(inner);
-        let buffer = sys::ggml_backend_buffer_init(buffer_type::BUFFER_TYPE.get(), INTERFACE, inner.cast(), size);
+        let buffer = sys::ggml_backend_buffer_init(ours, INTERFACE, inner.cast(), size);
         open_buffer(buffer as usize);
         buffer
     }

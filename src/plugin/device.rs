@@ -1,34 +1,46 @@
 //! The device: of type ACCEL, so that it stands between GPUs and CPU and is not counted as a GPU.
 
-use super::{NAME, Shared, backend, buffer, buffer_type, event, guard, registry};
+use super::guard::{NAME, guard};
+use super::{backend, buffer, buffer_type, event};
 use crate::ggml::{BufferType, Tensor, sys};
-use crate::moe::Claims;
 use crate::runtime::runtime;
 use std::ffi::{c_char, c_void};
 use std::ptr::{null, null_mut};
-use std::sync::OnceLock;
 
-pub(super) static DEVICE: Shared<sys::ggml_backend_device> = Shared::new(sys::ggml_backend_device {
-    iface: sys::ggml_backend_device_i {
-        get_name: Some(get_name),
-        get_description: Some(get_description),
-        get_memory: Some(get_memory),
-        get_type: Some(get_type),
-        get_props: Some(get_props),
-        init_backend: Some(init_backend),
-        get_buffer_type: Some(get_buffer_type),
-        get_host_buffer_type: None,
-        buffer_from_host_ptr: Some(buffer_from_host_ptr),
-        supports_op: Some(supports_op),
-        supports_buft: Some(supports_buft),
-        offload_op: None,
-        event_new: Some(event::new),
-        event_free: Some(event::free),
-        event_synchronize: Some(event::synchronize),
-    },
-    reg: registry::REGISTRY.get(),
-    context: null_mut(),
-});
+/// A device of `registry` with its buffer type, which is its context. Lives as long as the process.
+pub(super) fn make(registry: sys::ggml_backend_reg_t) -> sys::ggml_backend_dev_t {
+    let device = Box::into_raw(Box::new(sys::ggml_backend_device {
+        iface: sys::ggml_backend_device_i {
+            get_name: Some(get_name),
+            get_description: Some(get_description),
+            get_memory: Some(get_memory),
+            get_type: Some(get_type),
+            get_props: Some(get_props),
+            init_backend: Some(init_backend),
+            get_buffer_type: Some(get_buffer_type),
+            get_host_buffer_type: None,
+            buffer_from_host_ptr: Some(buffer_from_host_ptr),
+            supports_op: Some(supports_op),
+            supports_buft: Some(supports_buft),
+            offload_op: None,
+            event_new: Some(event::new),
+            event_free: Some(event::free),
+            event_synchronize: Some(event::synchronize),
+        },
+        reg: registry,
+        context: null_mut(),
+    }));
+    // SAFETY: nobody else knows the device yet.
+    unsafe { (*device).context = buffer_type::make(device).cast() };
+    device
+}
+
+/// # Safety
+/// `device` was made by [`make`].
+unsafe fn buffer_type(device: sys::ggml_backend_dev_t) -> sys::ggml_backend_buffer_type_t {
+    // SAFETY: `make` stored the buffer type as context.
+    unsafe { (*device).context.cast() }
+}
 
 const DESCRIPTION: &std::ffi::CStr = c"hot experts on the GPU, cold ones on the CPU";
 
@@ -53,7 +65,7 @@ unsafe extern "C" fn get_type(_: sys::ggml_backend_dev_t) -> sys::ggml_backend_d
     sys::GGML_BACKEND_DEVICE_TYPE_ACCEL
 }
 
-/// `async` and `events` are claimed, with trivial events, lest a model on two GPUs lose pipeline parallelism.
+/// `async` and `events` are claimed, with trivial events, so that a model on two GPUs keeps pipeline parallelism.
 unsafe extern "C" fn get_props(_: sys::ggml_backend_dev_t, props: *mut sys::ggml_backend_dev_props) {
     let ours = sys::ggml_backend_dev_props {
         name: NAME.as_ptr(),
@@ -74,28 +86,30 @@ unsafe extern "C" fn get_props(_: sys::ggml_backend_dev_t, props: *mut sys::ggml
     unsafe { props.write(ours) };
 }
 
-unsafe extern "C" fn init_backend(_: sys::ggml_backend_dev_t, _: *const c_char) -> sys::ggml_backend_t {
-    guard("creating a backend", null_mut(), backend::new)
+unsafe extern "C" fn init_backend(device: sys::ggml_backend_dev_t, _: *const c_char) -> sys::ggml_backend_t {
+    guard("creating a backend", null_mut(), || backend::new(device))
 }
 
-unsafe extern "C" fn get_buffer_type(_: sys::ggml_backend_dev_t) -> sys::ggml_backend_buffer_type_t {
-    buffer_type::BUFFER_TYPE.get()
+unsafe extern "C" fn get_buffer_type(device: sys::ggml_backend_dev_t) -> sys::ggml_backend_buffer_type_t {
+    // SAFETY: ggml calls this on our device.
+    guard("asking for a buffer type", null_mut(), || unsafe { buffer_type(device) })
 }
 
 unsafe extern "C" fn buffer_from_host_ptr(
-    _: sys::ggml_backend_dev_t,
+    device: sys::ggml_backend_dev_t,
     data: *mut c_void,
     size: usize,
     _max_tensor_size: usize,
 ) -> sys::ggml_backend_buffer_t {
-    // SAFETY: the loader passes a range of its memory map that outlives the buffer.
-    guard("mapping weights", null_mut(), || unsafe { buffer::from_host_memory(data, size) })
+    // SAFETY: ggml calls this on our device; the loader passes a range of its memory map that outlives the buffer.
+    guard("mapping weights", null_mut(), || unsafe { buffer::from_host_memory(buffer_type(device), data, size) })
 }
 
-unsafe extern "C" fn supports_op(_: sys::ggml_backend_dev_t, op: *const sys::ggml_tensor) -> bool {
+unsafe extern "C" fn supports_op(device: sys::ggml_backend_dev_t, op: *const sys::ggml_tensor) -> bool {
     guard("looking at an operation", false, || {
-        // SAFETY: the host asks about a valid tensor and does not change it during the call.
-        unsafe { Tensor::from_raw(op) }.is_some_and(|op| claims().claims(op))
+        // SAFETY: the host asks our device about a valid tensor and does not change it during the call.
+        let asked = unsafe { (BufferType::from_raw(buffer_type(device)), Tensor::from_raw(op)) };
+        matches!(asked, (Some(ours), Some(op)) if runtime().claims(ours, op))
     })
 }
 
@@ -103,20 +117,5 @@ unsafe extern "C" fn supports_buft(_: sys::ggml_backend_dev_t, kind: sys::ggml_b
     guard("looking at a buffer type", false, || {
         // SAFETY: the host passes a registered buffer type. Ours is of host type too.
         unsafe { BufferType::from_raw(kind) }.is_some_and(|kind| kind.is_host())
-    })
-}
-
-/// The rules of `supports_op`, with the configuration read once.
-fn claims() -> &'static Claims {
-    static CLAIMS: OnceLock<Claims> = OnceLock::new();
-    CLAIMS.get_or_init(|| {
-        let runtime = runtime();
-        let config = runtime.config();
-        Claims {
-            buffer_type: buffer_type::ours(),
-            offload_min_batch: config.offload_min_batch,
-            takes_experts: runtime.takes_experts(),
-            unplaced: config.claim_unplaced,
-        }
     })
 }

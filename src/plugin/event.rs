@@ -1,6 +1,6 @@
 //! Events: always over, since a computation is complete when it returns.
 
-use super::guard;
+use super::guard::guard;
 use crate::ggml::sys;
 use std::ptr::null_mut;
 

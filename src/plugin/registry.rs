@@ -1,27 +1,49 @@
 //! The registry: one device, and the functions that llama.cpp looks up by name.
 
-use super::{NAME, Shared, backend, device, guard};
+use super::guard::{NAME, guard};
+use super::{backend, device};
 use crate::ggml::{Level, RevisionCheck, check_host, log, remember_hosts_log, sys};
 use std::ffi::{CStr, c_char, c_void};
-use std::ptr::null_mut;
+use std::ptr::{NonNull, null_mut};
 use std::sync::OnceLock;
 
-pub(super) static REGISTRY: Shared<sys::ggml_backend_reg> = Shared::new(sys::ggml_backend_reg {
-    api_version: sys::GGML_BACKEND_API_VERSION as i32,
-    iface: sys::ggml_backend_reg_i {
-        get_name: Some(get_name),
-        get_device_count: Some(get_device_count),
-        get_device: Some(get_device),
-        get_proc_address: Some(get_proc_address),
-    },
-    context: null_mut(),
-});
+/// Our registry, which lives as long as the process.
+struct Registry(NonNull<sys::ggml_backend_reg>);
+
+// SAFETY: neither we nor ggml write to our tables once they are made.
+unsafe impl Send for Registry {}
+// SAFETY: as above.
+unsafe impl Sync for Registry {}
+
+/// A registry with its one device, which is its context.
+fn make() -> Registry {
+    let registry = NonNull::from(Box::leak(Box::new(sys::ggml_backend_reg {
+        api_version: sys::GGML_BACKEND_API_VERSION as i32,
+        iface: sys::ggml_backend_reg_i {
+            get_name: Some(get_name),
+            get_device_count: Some(get_device_count),
+            get_device: Some(get_device),
+            get_proc_address: Some(get_proc_address),
+        },
+        context: null_mut(),
+    })));
+    let device = device::make(registry.as_ptr());
+    // SAFETY: nobody else knows the registry yet.
+    unsafe { (*registry.as_ptr()).context = device.cast() };
+    Registry(registry)
+}
 
 /// Checks the host once and says what it found once.
 pub(super) fn init() -> sys::ggml_backend_reg_t {
-    static FITS: OnceLock<bool> = OnceLock::new();
+    static REGISTRY: OnceLock<Option<Registry>> = OnceLock::new();
     remember_hosts_log();
-    let fits = *FITS.get_or_init(|| match check_host() {
+    let registry = REGISTRY.get_or_init(|| fits().then(make));
+    registry.as_ref().map_or(null_mut(), |registry| registry.0.as_ptr())
+}
+
+/// Whether host and plugin fit together.
+fn fits() -> bool {
+    match check_host() {
         Ok(RevisionCheck::Exact) => true,
         Ok(RevisionCheck::Weak) => {
             log(
@@ -34,8 +56,7 @@ pub(super) fn init() -> sys::ggml_backend_reg_t {
             log(Level::Warn, &format!("not loaded, the host goes on without it: {error}"));
             false
         }
-    });
-    if fits { REGISTRY.get() } else { null_mut() }
+    }
 }
 
 unsafe extern "C" fn get_name(_: sys::ggml_backend_reg_t) -> *const c_char {
@@ -46,8 +67,12 @@ unsafe extern "C" fn get_device_count(_: sys::ggml_backend_reg_t) -> usize {
     1
 }
 
-unsafe extern "C" fn get_device(_: sys::ggml_backend_reg_t, index: usize) -> sys::ggml_backend_dev_t {
-    if index == 0 { device::DEVICE.get() } else { null_mut() }
+unsafe extern "C" fn get_device(registry: sys::ggml_backend_reg_t, index: usize) -> sys::ggml_backend_dev_t {
+    guard("asking for a device", null_mut(), || match index {
+        // SAFETY: ggml calls this on our registry, whose context is its device.
+        0 => unsafe { (*registry).context.cast() },
+        _ => null_mut(),
+    })
 }
 
 unsafe extern "C" fn get_proc_address(_: sys::ggml_backend_reg_t, name: *const c_char) -> *mut c_void {
@@ -59,4 +84,32 @@ unsafe extern "C" fn get_proc_address(_: sys::ggml_backend_reg_t, name: *const c
             _ => null_mut(),
         }
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ggml::testing::load_cpu;
+
+    #[test]
+    fn each_table_leads_to_the_others_and_an_instance_is_made_and_freed() {
+        load_cpu();
+        let registry = init();
+        assert_eq!(registry, init(), "made once");
+        // SAFETY: the registry and what it leads to live as long as the process; the instance and the buffer are freed once.
+        unsafe {
+            let device = sys::ggml_backend_reg_dev_get(registry, 0);
+            assert_eq!(sys::ggml_backend_dev_backend_reg(device), registry);
+            let kind = sys::ggml_backend_dev_buffer_type(device);
+            assert_eq!(sys::ggml_backend_buft_get_device(kind), device);
+
+            let buffer = sys::ggml_backend_buft_alloc_buffer(kind, 64);
+            assert_eq!(sys::ggml_backend_buffer_get_type(buffer), kind);
+            sys::ggml_backend_buffer_free(buffer);
+
+            let instance = sys::ggml_backend_dev_init(device, std::ptr::null());
+            assert_eq!(sys::ggml_backend_get_device(instance), device);
+            sys::ggml_backend_free(instance);
+        }
+    }
 }

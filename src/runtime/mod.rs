@@ -6,6 +6,7 @@
 #![forbid(unsafe_code)]
 
 mod background;
+mod claims;
 mod context;
 mod hot_device;
 mod model;

@@ -79,6 +79,9 @@ pub struct Fill<'a> {
     n_contexts: usize,
 }
 
+/// The layers' caches in the order of the plan; none for a layer without slots.
+type LayerCaches = Vec<Option<Arc<LayerCache>>>;
+
 /// What serves a filled cache, and the copies to begin with.
 pub type Filled = (Fetcher, VecDeque<Fetch>);
 
@@ -148,11 +151,7 @@ impl<'a> Fill<'a> {
 
     /// Plans and allocates; where the device gives less than planned, again with half of the budget. No cache for a layer
     /// without slots.
-    fn allocate(
-        &self,
-        candidates: &[Candidate],
-        scratch: Bytes,
-    ) -> Result<(Plan, Vec<Option<Arc<LayerCache>>>), NoCache> {
+    fn allocate(&self, candidates: &[Candidate], scratch: Bytes) -> Result<(Plan, LayerCaches), NoCache> {
         let device = || self.device().name().into_owned();
         let rule = match self.config.test_slots {
             Some(slots) => SlotRule::Exactly(u16::try_from(slots).unwrap_or(u16::MAX)),
@@ -180,12 +179,7 @@ impl<'a> Fill<'a> {
     }
 
     /// All layers' pools, or nothing. Sees to it that contexts find room for their scratch memory.
-    fn try_allocate(
-        &self,
-        candidates: &[Candidate],
-        plan: &Plan,
-        scratch: Bytes,
-    ) -> Result<Option<Vec<Option<Arc<LayerCache>>>>> {
+    fn try_allocate(&self, candidates: &[Candidate], plan: &Plan, scratch: Bytes) -> Result<Option<LayerCaches>> {
         let memory = self.cache.device.memory();
         let kind = self.device().buffer_type().ok_or(Error::Ggml("a buffer type of the device"))?;
         let scratch_size = usize::try_from(scratch.0).unwrap_or(usize::MAX);

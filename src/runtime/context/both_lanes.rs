@@ -3,7 +3,7 @@
 use super::dispatch::{LaneError, Lanes, Partition};
 use crate::ggml::{Graph, Status, sys};
 use crate::lanes::{ColdLane, HotIndex, HotLane};
-use crate::moe::Ffn;
+use crate::moe::FfnTemplate;
 use crate::runtime::timing::Stopwatch;
 use crate::{Error, Result};
 use std::sync::Arc;
@@ -14,7 +14,7 @@ pub struct BothLanes<'a> {
     pub hot: &'a mut HotLane,
     /// The layer in the hot lane.
     pub layer: HotIndex,
-    pub template: &'a Arc<Ffn>,
+    pub template: &'a Arc<FfnTemplate>,
     pub watch: &'a mut Stopwatch,
 }
 

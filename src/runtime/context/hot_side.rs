@@ -4,7 +4,7 @@ use super::splits::{HotBlock, ResolvedBlock};
 use crate::device::DeviceMemory;
 use crate::ggml::{Graph, Level, log};
 use crate::lanes::{HotIndex, HotLane, try_out};
-use crate::moe::Ffn;
+use crate::moe::FfnTemplate;
 use crate::options::Config;
 use crate::runtime::model::cache_handle::{CacheHandle, IdleMemory};
 use crate::runtime::model::lane_cell::{ContextLane, LaneCell};
@@ -91,7 +91,7 @@ impl HotSide {
         &mut self,
         lane: Option<Box<ContextLane>>,
         split: &Graph<'_>,
-        template: &Arc<Ffn>,
+        template: &Arc<FfnTemplate>,
         cache: &Arc<LayerCache>,
         config: &Config,
     ) -> (Option<Box<ContextLane>>, Option<HotIndex>) {

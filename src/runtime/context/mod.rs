@@ -188,7 +188,7 @@ impl ContextLanes {
     fn forget_templates(&mut self, n_forgotten: u32) {
         if self.n_forgotten != n_forgotten {
             self.n_forgotten = n_forgotten;
-            self.cold.forget_recipes();
+            self.cold.forget_templates();
             self.hot.drop_lane();
         }
     }

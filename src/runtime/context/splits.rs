@@ -2,7 +2,7 @@
 
 use crate::ggml::Graph;
 use crate::lanes::HotIndex;
-use crate::moe::{Block, Ffn, Shape};
+use crate::moe::{Block, FfnTemplate, Shape};
 use crate::runtime::model::Model;
 use crate::runtime::model::layer::Layer;
 use crate::runtime::model::layer_cache::LayerCache;
@@ -26,7 +26,7 @@ pub struct Splits {
     /// The last split that had no uid.
     nameless: Vec<ResolvedBlock>,
     /// Every FFN template, once.
-    templates: Vec<Arc<Ffn>>,
+    templates: Vec<Arc<FfnTemplate>>,
     /// How often all of them were forgotten.
     n_forgotten: u32,
 }
@@ -40,7 +40,7 @@ pub struct ResolvedBlock {
     /// Whether the layer is counted by this block.
     pub is_counted: bool,
     /// How to compute some of its requests; `None`: only whole, on the CPU.
-    pub template: Option<Arc<Ffn>>,
+    pub template: Option<Arc<FfnTemplate>>,
     /// What the hot lane knows of it.
     pub hot: HotBlock,
 }
@@ -91,6 +91,12 @@ impl Splits {
         (self.known.get_mut(&uid).map_or(&mut [], Vec::as_mut_slice), self.model.as_ref())
     }
 
+    /// Splits that are remembered.
+    #[cfg(test)]
+    pub fn n_known(&self) -> usize {
+        self.known.len()
+    }
+
     fn recognise(&mut self, split: &Graph<'_>) -> Vec<ResolvedBlock> {
         let blocks = Block::recognise(split);
         let is_alone = blocks.len() == 1;
@@ -121,14 +127,14 @@ impl Splits {
     }
 
     /// How to compute some of the block's requests, if it is the layer's expert FFN, whole and alone in its split.
-    fn template(&mut self, split: &Graph<'_>, resolved: &ResolvedBlock, is_alone: bool) -> Option<Arc<Ffn>> {
+    fn template(&mut self, split: &Graph<'_>, resolved: &ResolvedBlock, is_alone: bool) -> Option<Arc<FfnTemplate>> {
         if !resolved.is_counted || split.is_empty() || resolved.block.ids(split)?.ne(1) == 0 {
             return None;
         }
         let recognised = match (is_alone, resolved.block.shape()) {
             (false, _) => Err("several blocks in one split"),
             (true, Shape::Partial(reason)) => Err(reason),
-            (true, _) => Ffn::recognise(split, &resolved.block),
+            (true, _) => FfnTemplate::recognise(split, &resolved.block),
         };
         let template = match recognised {
             Ok(template) => self.shared(template),
@@ -142,7 +148,7 @@ impl Splits {
     }
 
     /// The one copy of a template that all equal layers share.
-    fn shared(&mut self, template: Ffn) -> Arc<Ffn> {
+    fn shared(&mut self, template: FfnTemplate) -> Arc<FfnTemplate> {
         if let Some(known) = self.templates.iter().find(|known| ***known == template) {
             return known.clone();
         }

@@ -90,6 +90,20 @@ fn a_layer_that_fails_on_the_cpu_is_not_counted_even_where_a_split_holds_several
     assert_eq!(counted(&context), [(1, N_USED as u64), (0, 0)], "the other block is not counted either");
 }
 
+#[test]
+fn a_split_is_resolved_once_for_as_long_as_llama_cpp_uses_its_graph_again() {
+    load_cpu();
+    let b = Builder::new();
+    let (_, down) = block(&b, 0, 1);
+    let graph = b.graph(down);
+    let mut context = Context::new().unwrap();
+    for (uid, n_known) in [(1, 1), (1, 1), (2, 2), (1, 2)] {
+        b.set_uid(uid);
+        assert_eq!(context.compute(&graph), sys::GGML_STATUS_SUCCESS);
+        assert_eq!(context.splits.n_known(), n_known, "uid {uid}");
+    }
+}
+
 /// Experts, experts per token and slots of the layers below.
 const FEW: i64 = 8;
 const FEW_USED: i64 = 2;
@@ -103,18 +117,21 @@ struct SmallLayer<'a> {
 }
 
 impl<'a> SmallLayer<'a> {
-    fn new(b: &'a Builder) -> Self {
+    /// Weights are made by `w`, everything else by `b`.
+    fn new(b: &'a Builder, w: &'a Builder) -> Self {
         const N: i64 = 32;
         let x = b.leaf(sys::GGML_TYPE_F32, [N, 1, 1]);
         let ids = b.leaf(sys::GGML_TYPE_I32, [FEW_USED, 1, 1]);
         let weights = ["gate", "up", "down"].map(|part| {
-            let weights = b.leaf(sys::GGML_TYPE_F32, [N, N, FEW]);
-            b.name(weights, &format!("blk.0.ffn_{part}_exps.weight"));
+            let weights = w.leaf(sys::GGML_TYPE_F32, [N, N, FEW]);
+            w.name(weights, &format!("blk.0.ffn_{part}_exps.weight"));
             weights
         });
         let (gate, up) = (b.mul_mat_id(weights[0], x, ids), b.mul_mat_id(weights[1], x, ids));
         let down = b.mul_mat_id(weights[2], b.swiglu(gate, up), ids);
-        b.allocate_shared(x);
+        w.allocate_shared(weights[0]);
+        b.allocate();
+        b.mark_results();
         for (n, tensor) in [x, weights[0], weights[1], weights[2]].into_iter().enumerate() {
             let value = |i: u64| ((i * 31 + n as u64 * 7) % 61) as f32 / 61.0 - 0.5;
             let elements = (tensor.n_bytes() / size_of::<f32>()) as u64;
@@ -154,10 +171,10 @@ fn profile() -> tempfile::NamedTempFile {
 
 #[test]
 fn a_cache_is_filled_after_some_calls_and_the_rows_stay_the_same() {
-    let (b, profile) = (Builder::new(), profile());
+    let (b, w, profile) = (Builder::new(), Builder::new(), profile());
     let runtime = runtime_with(profile.path(), |_| {});
     let mut context = Context::of(runtime).unwrap();
-    let layer = SmallLayer::new(&b);
+    let layer = SmallLayer::new(&b, &w);
     let tokens = [[0, 1], [2, 7], [6, 5]];
     let cold = tokens.map(|experts| layer.token(&b, &mut context, experts));
     assert_eq!(cold.clone().map(|(_, hits)| hits), [0, 0, 0], "nothing is resident yet");
@@ -170,12 +187,12 @@ fn a_cache_is_filled_after_some_calls_and_the_rows_stay_the_same() {
 fn without_a_profile_there_is_no_cache_and_the_file_may_be_written() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("experts.json");
-    let b = Builder::new();
+    let (b, w) = (Builder::new(), Builder::new());
     // Both flags name one file, which is not there.
     let runtime = runtime_with(&path, |config| config.perf_out = Some(path.clone()));
     let mut context = Context::of(runtime).unwrap();
     context.set_threads(1);
-    let layer = SmallLayer::new(&b);
+    let layer = SmallLayer::new(&b, &w);
     for _ in 0..5 {
         assert_eq!(layer.token(&b, &mut context, [0, 1]).1, 0);
     }
@@ -187,10 +204,10 @@ fn without_a_profile_there_is_no_cache_and_the_file_may_be_written() {
 
 #[test]
 fn idle_contexts_give_the_device_their_memory_back_when_the_cache_is_given_up() {
-    let (b, profile) = (Builder::new(), profile());
+    let (b, w, profile) = (Builder::new(), Builder::new(), profile());
     let runtime = runtime_with(profile.path(), |_| {});
     let (mut idle, mut busy) = (Context::of(runtime).unwrap(), Context::of(runtime).unwrap());
-    let layer = SmallLayer::new(&b);
+    let layer = SmallLayer::new(&b, &w);
     for _ in 0..4 {
         layer.token(&b, &mut idle, [0, 1]);
     }
@@ -209,9 +226,9 @@ fn idle_contexts_give_the_device_their_memory_back_when_the_cache_is_given_up() 
 
 #[test]
 fn a_device_that_is_turned_off_costs_no_answer() {
-    let (b, profile) = (Builder::new(), profile());
+    let (b, w, profile) = (Builder::new(), Builder::new(), profile());
     let mut context = Context::of(runtime_with(profile.path(), |_| {})).unwrap();
-    let layer = SmallLayer::new(&b);
+    let layer = SmallLayer::new(&b, &w);
     let cold = layer.token(&b, &mut context, [0, 1]);
     (0..4).for_each(|_| drop(layer.token(&b, &mut context, [0, 1])));
     let cache = context.splits.model.as_ref().unwrap().layers()[0].cache().unwrap();
@@ -228,10 +245,10 @@ fn a_device_that_is_not_there_makes_the_plugin_inert() {
 
 #[test]
 fn a_cache_whose_thread_never_ran_holds_nobody_up() {
-    let (b, profile) = (Builder::new(), profile());
+    let (b, w, profile) = (Builder::new(), Builder::new(), profile());
     let runtime = runtime_with(profile.path(), |config| config.test_slots = None);
     let mut context = Context::of(runtime).unwrap();
-    SmallLayer::new(&b).token(&b, &mut context, [0, 1]);
+    SmallLayer::new(&b, &w).token(&b, &mut context, [0, 1]);
     let model = context.splits.model.clone().unwrap();
     let handle = crate::runtime::background::testing::dropped_before_it_ran(&model, runtime.config());
     assert!(handle.is_over() && model.starting().is_settled());

@@ -3,7 +3,7 @@
 use super::expert_tensor::{ExpertTensor, WeightKey, weight_key};
 use super::layer_cache::LayerCache;
 use crate::ggml::{Graph, SharedWeights, Tensor};
-use crate::moe::{Ffn, Shape};
+use crate::moe::{FfnTemplate, Shape};
 use crate::profile::LayerCounts;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -30,7 +30,7 @@ pub struct LayerInfo {
     /// Every expert tensor of its FFN templates.
     pub tensors: Vec<ExpertTensor>,
     /// Its FFN templates: one, as a rule; another with LoRA.
-    pub templates: Vec<Arc<Ffn>>,
+    pub templates: Vec<Arc<FfnTemplate>>,
     /// Why the last block that could not be cached could not.
     pub reason: Option<&'static str>,
 }
@@ -64,7 +64,7 @@ impl Layer {
     }
 
     /// Records the FFN template of the layer's block and where its experts lie.
-    pub fn record_template(&self, split: &Graph<'_>, template: &Arc<Ffn>) {
+    pub fn record_template(&self, split: &Graph<'_>, template: &Arc<FfnTemplate>) {
         let mut info = self.lock_info();
         for (index, &shape) in template.weights.iter().enumerate() {
             let Some(tensor) = template.weight(split, index) else { return };

@@ -8,7 +8,7 @@ use crate::Result;
 use crate::cache::Slots;
 use crate::device::{Pool, PoolWriter};
 use crate::ggml::Graph;
-use crate::moe::Ffn;
+use crate::moe::FfnTemplate;
 use crate::units::{Expert, Slot};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -111,7 +111,7 @@ impl LayerCache {
     }
 
     /// The pool's tensor for each weight of an FFN template; `None` if one is not in the pool.
-    pub fn tensors_for(&self, split: &Graph<'_>, template: &Ffn) -> Option<Vec<usize>> {
+    pub fn tensors_for(&self, split: &Graph<'_>, template: &FfnTemplate) -> Option<Vec<usize>> {
         let place = |index| {
             let key = weight_key(&template.weight(split, index)?)?;
             self.tensors.iter().position(|tensor| tensor.key == key)

@@ -3,7 +3,7 @@
 use crate::device::PoolTensor;
 use crate::device::{Pool, PoolWriter};
 use crate::ggml::testing::type_facts;
-use crate::ggml::{Backend, Device, GraphBuilder, OwnGraph, TensorIndex, sys};
+use crate::ggml::{Backend, Device, GraphBuilder, PlacedTensors, TensorIndex, sys};
 use std::sync::Arc;
 
 /// An expert's bytes, one tensor after the other.
@@ -22,7 +22,7 @@ pub(crate) fn tensor(kind: sys::ggml_type, ne: &[i64]) -> PoolTensor {
 pub(crate) struct Target {
     pub(crate) writer: Arc<PoolWriter>,
     device: Device,
-    tensors: OwnGraph,
+    tensors: PlacedTensors,
     index: Vec<TensorIndex>,
     expert_bytes: Vec<usize>,
     slots: u16,
@@ -44,7 +44,7 @@ impl Target {
             builder.place(tensor, pool.memory(), pool.offset(number)).unwrap();
             index.push(tensor);
         }
-        let tensors = builder.finish(Vec::new()).unwrap();
+        let tensors = builder.finish_tensors().unwrap();
         let expert_bytes = shapes.iter().map(|shape| shape.slot_bytes).collect();
         let writer = Arc::new(PoolWriter::new(&Arc::new(pool)).unwrap());
         Self { writer, device, tensors, index, expert_bytes, slots }

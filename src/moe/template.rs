@@ -1,8 +1,8 @@
-//! The expert FFN of a block as a recipe: what is computed from what, independent of the graph it was found in.
+//! The template of a block's expert FFN: what is computed from what, independent of the graph it was found in.
 //!
-//! Every operation of an expert FFN works row by row, so the recipe can be followed for any list of requests
-//! ((token, expert) pairs) with the experts' weights anywhere. Nothing is interpreted: operations, their parameters and
-//! their order are those of the split. It says nothing of who computes what.
+//! Every operation of an expert FFN works row by row. So the FFN can be built again from its template for any list of
+//! requests ((token, expert) pairs), with the experts' weights anywhere. Nothing is interpreted: operations, their
+//! parameters and their order are those of the split. The template does not say who computes what.
 
 use super::Block;
 use crate::ggml::{Graph, MAX_SOURCES, OpParams, Tensor, sys};
@@ -14,7 +14,7 @@ pub enum Source {
     Input,
     /// The experts of the rows.
     Ids,
-    /// An expert tensor, by its place in [`Ffn::weights`].
+    /// An expert tensor, by its place in [`FfnTemplate::weights`].
     Weights(usize),
     /// The result of an earlier step.
     Step(usize),
@@ -70,9 +70,9 @@ impl WeightShape {
     }
 }
 
-/// A layer's expert FFN. Two layers with equal recipes can share everything but their weights.
+/// A layer's expert FFN. Two layers with equal templates can share everything but their weights.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Ffn {
+pub struct FfnTemplate {
     /// In the order of the split; the last one's result is the FFN's.
     pub steps: Vec<Step>,
     /// All expert tensors: projections, biases, scales, LoRA factors.
@@ -93,11 +93,11 @@ pub struct Ffn {
     output_at: usize,
 }
 
-/// Why a block cannot be followed as a recipe.
+/// Why a block has no template.
 type Reason = &'static str;
 
-impl Ffn {
-    /// Reads the recipe out of the one block of a split.
+impl FfnTemplate {
+    /// Reads the template of the one block of a split.
     ///
     /// Fails with the reason where the split holds anything that is not part of the FFN, or is used outside.
     pub fn recognise(split: &Graph<'_>, block: &Block) -> Result<Self, Reason> {
@@ -126,7 +126,7 @@ struct Reader<'s, 'a> {
     split: &'s Graph<'a>,
     ids: Tensor<'a>,
     n_tokens: u64,
-    ffn: Ffn,
+    template: FfnTemplate,
     input: Option<Tensor<'a>>,
     /// What was made so far: the split's tensor, and the step that makes it.
     made: Vec<(Tensor<'a>, usize)>,
@@ -137,7 +137,7 @@ impl<'s, 'a> Reader<'s, 'a> {
     fn new(split: &'s Graph<'a>, block: &Block) -> Result<Self, Reason> {
         let ids = block.ids(split).ok_or("no ids")?;
         let n_expert = block.n_expert(split).and_then(|n| i64::try_from(n).ok()).ok_or("no experts")?;
-        let ffn = Ffn {
+        let template = FfnTemplate {
             steps: Vec::new(),
             weights: Vec::new(),
             n_in: 0,
@@ -148,10 +148,10 @@ impl<'s, 'a> Reader<'s, 'a> {
             input_at: (0, 0),
             output_at: 0,
         };
-        Ok(Self { split, ids, n_tokens: ids.ne(1), ffn, input: None, made: Vec::new(), weights: Vec::new() })
+        Ok(Self { split, ids, n_tokens: ids.ne(1), template, input: None, made: Vec::new(), weights: Vec::new() })
     }
 
-    fn read(mut self) -> Result<Ffn, Reason> {
+    fn read(mut self) -> Result<FfnTemplate, Reason> {
         for (number, node) in self.split.nodes().enumerate() {
             if !is_only_a_view(node.op()) {
                 self.add_operation(number, node)?;
@@ -161,9 +161,9 @@ impl<'s, 'a> Reader<'s, 'a> {
         if !self.has_request_rows(&output) || !output.is_contiguous() {
             return Err("rows that come out are not one for each request");
         }
-        self.ffn.n_out = output.ne(0) as i64;
+        self.template.n_out = output.ne(0) as i64;
         self.check_uses(&output)?;
-        Ok(self.ffn)
+        Ok(self.template)
     }
 
     fn add_operation(&mut self, number: usize, node: Tensor<'a>) -> Result<(), Reason> {
@@ -186,14 +186,14 @@ impl<'s, 'a> Reader<'s, 'a> {
             return Err("an operation with more sources than expected");
         }
         let step = Step { op: node.op(), params: node.op_params(), ne0: node.ne(0) as i64, rows, sources, offset: 0 };
-        self.ffn.output_at = number;
+        self.template.output_at = number;
         self.push(node, step);
         Ok(())
     }
 
     fn push(&mut self, tensor: Tensor<'a>, step: Step) -> usize {
-        self.ffn.steps.push(step);
-        let index = self.ffn.steps.len() - 1;
+        self.template.steps.push(step);
+        let index = self.template.steps.len() - 1;
         self.made.push((tensor, index));
         index
     }
@@ -231,7 +231,7 @@ impl<'s, 'a> Reader<'s, 'a> {
         }
         let mut sources = [None; MAX_SOURCES];
         sources[0] = Some(Source::Step(of));
-        let rows = self.ffn.steps[of].rows;
+        let rows = self.template.steps[of].rows;
         let (ne0, offset) = (view.ne(0) as i64, view.view_offset());
         Ok(self.push(view, Step { op: sys::GGML_OP_VIEW, params: view.op_params(), ne0, rows, sources, offset }))
     }
@@ -249,14 +249,14 @@ impl<'s, 'a> Reader<'s, 'a> {
             return Err("experts that are not a tensor of their own");
         }
         let ne = [0, 1, 2, 3].map(|dim| tensor.ne(dim) as i64);
-        if ne[expert_dim] != self.ffn.n_expert || ne[expert_dim + 1..].iter().any(|&n| n != 1) {
+        if ne[expert_dim] != self.template.n_expert || ne[expert_dim + 1..].iter().any(|&n| n != 1) {
             return Err("tensors with other numbers of experts");
         }
         if let Some(known) = self.weights.iter().position(|known| known.is(&tensor)) {
             return Ok(Source::Weights(known));
         }
         self.weights.push(tensor);
-        self.ffn.weights.push(WeightShape {
+        self.template.weights.push(WeightShape {
             kind: tensor.element_type(),
             ne,
             expert_dim,
@@ -271,25 +271,25 @@ impl<'s, 'a> Reader<'s, 'a> {
             return if input.is(&tensor) { Ok(Source::Input) } else { Err("projections of different inputs") };
         }
         let per_token = tensor.ne(1);
-        let is_known = per_token == 1 || per_token == self.ffn.n_used as u64;
+        let is_known = per_token == 1 || per_token == self.template.n_used as u64;
         if tensor.element_type() != sys::GGML_TYPE_F32 || !is_known || tensor.ne(2) != self.n_tokens {
             return Err("rows that go in are of an unknown shape");
         }
         self.input = Some(tensor);
-        self.ffn.shared_input = per_token == 1;
-        self.ffn.n_in = tensor.ne(0) as i64;
-        self.ffn.input_at = (node, 1);
+        self.template.shared_input = per_token == 1;
+        self.template.n_in = tensor.ne(0) as i64;
+        self.template.input_at = (node, 1);
         Ok(Source::Input)
     }
 
     fn has_request_rows(&self, tensor: &Tensor<'_>) -> bool {
-        tensor.ne(1) == self.ffn.n_used as u64 && tensor.ne(2) == self.n_tokens && tensor.ne(3) == 1
+        tensor.ne(1) == self.template.n_used as u64 && tensor.ne(2) == self.n_tokens && tensor.ne(3) == 1
     }
 
     /// Only a result that is used here and nowhere else may stay unwritten.
     fn check_uses(&self, output: &Tensor<'_>) -> Result<(), Reason> {
         for (tensor, _) in self.made.iter().filter(|(tensor, _)| !tensor.is(output)) {
-            let uses_here = self.ffn_uses(tensor);
+            let uses_here = self.n_uses(tensor);
             if tensor.is_output() || uses_here == 0 || self.split.use_count(tensor) != Some(uses_here) {
                 return Err("a result in between that is used outside");
             }
@@ -298,7 +298,7 @@ impl<'s, 'a> Reader<'s, 'a> {
     }
 
     /// How often the split's operations, and the views that they use, read `tensor`.
-    fn ffn_uses(&self, tensor: &Tensor<'_>) -> u32 {
+    fn n_uses(&self, tensor: &Tensor<'_>) -> u32 {
         let readers = self.made.iter();
         let reads = readers.flat_map(|(reader, _)| (0..MAX_SOURCES).filter_map(|index| reader.src(index)));
         reads.filter(|source| source.is(tensor)).count() as u32
@@ -328,8 +328,8 @@ mod tests {
         b.leaf(sys::GGML_TYPE_F32, [n_in, n_out, N_EXPERT])
     }
 
-    fn read(graph: &Graph<'_>) -> Result<Ffn, Reason> {
-        Ffn::recognise(graph, &Block::recognise(graph)[0])
+    fn read(graph: &Graph<'_>) -> Result<FfnTemplate, Reason> {
+        FfnTemplate::recognise(graph, &Block::recognise(graph)[0])
     }
 
     /// Gate, up, activation, down; returns gate and down.
@@ -346,14 +346,14 @@ mod tests {
         let x = b.leaf(sys::GGML_TYPE_F32, [N_EMBD, 1, N_TOKENS]);
         let (_, down) = swiglu_block(&b, x);
         let graph = b.graph(down);
-        let ffn = read(&graph).unwrap();
-        let ops: Vec<_> = ffn.steps.iter().map(|step| step.op).collect();
+        let template = read(&graph).unwrap();
+        let ops: Vec<_> = template.steps.iter().map(|step| step.op).collect();
         let m = sys::GGML_OP_MUL_MAT_ID;
         assert_eq!(ops, [m, m, sys::GGML_OP_GLU, m]);
-        assert_eq!(ffn.steps[3].sources, [Some(Source::Weights(2)), Some(Source::Step(2)), Some(Source::Ids)]);
-        assert_eq!((ffn.n_in, ffn.n_out, ffn.n_used, ffn.shared_input), (N_EMBD, N_EMBD, 2, true));
-        assert!(ffn.input(&graph).unwrap().is(&x) && ffn.output(&graph).unwrap().is(&down));
-        assert_eq!(ffn.weights[2].ne_for(5), [N_FF, N_EMBD, 5, 1]);
+        assert_eq!(template.steps[3].sources, [Some(Source::Weights(2)), Some(Source::Step(2)), Some(Source::Ids)]);
+        assert_eq!((template.n_in, template.n_out, template.n_used, template.shared_input), (N_EMBD, N_EMBD, 2, true));
+        assert!(template.input(&graph).unwrap().is(&x) && template.output(&graph).unwrap().is(&down));
+        assert_eq!(template.weights[2].ne_for(5), [N_FF, N_EMBD, 5, 1]);
     }
 
     #[test]
@@ -362,8 +362,8 @@ mod tests {
         let (x, ids) = (b.leaf(sys::GGML_TYPE_F32, [N_EMBD, 1, 1]), b.ids(N_USED, N_EXPERT, 1));
         let gate_up = b.mul_mat_id(experts(&b, N_EMBD, 2 * N_FF), x, ids);
         let glu = b.swiglu(b.half(gate_up, 0), b.half(gate_up, 1));
-        let ffn = read(&b.graph(b.mul_mat_id(experts(&b, N_FF, N_EMBD), glu, ids))).unwrap();
-        let views: Vec<_> = ffn.steps.iter().filter(|step| step.op == sys::GGML_OP_VIEW).collect();
+        let template = read(&b.graph(b.mul_mat_id(experts(&b, N_FF, N_EMBD), glu, ids))).unwrap();
+        let views: Vec<_> = template.steps.iter().filter(|step| step.op == sys::GGML_OP_VIEW).collect();
         assert_eq!(views.iter().map(|view| view.offset).collect::<Vec<_>>(), [0, N_FF as usize * size_of::<f32>()]);
         assert!(views.iter().all(|view| view.ne0 == N_FF && view.sources[0] == Some(Source::Step(0))));
     }
@@ -384,12 +384,12 @@ mod tests {
     }
 
     #[test]
-    fn equal_layers_have_equal_recipes() {
-        let ffn = || {
+    fn equal_layers_have_equal_templates() {
+        let read_one = || {
             let b = Builder::new();
             let (_, down) = swiglu_block(&b, b.leaf(sys::GGML_TYPE_F32, [N_EMBD, 1, N_TOKENS]));
             read(&b.graph(down)).unwrap()
         };
-        assert_eq!(ffn(), ffn());
+        assert_eq!(read_one(), read_one());
     }
 }
