@@ -9,7 +9,7 @@ use crate::ggml::{BufferType, Device, Level, Memory, log};
 use crate::lanes::{pool_tensor, try_out};
 use crate::moe::Shape;
 use crate::options::Config;
-use crate::profile::{self, Demand};
+use crate::profile::{RecordedLayer, RecordedProfile};
 use crate::runtime::model::Model;
 use crate::runtime::model::cache::ModelCache;
 use crate::runtime::model::layer::{Layer, LayerCache, LayerState, Part, Sight};
@@ -80,7 +80,7 @@ impl Fill {
         let demand = match self.model.began_with() {
             Some(demand) => demand,
             None => {
-                let demand = Demand::read(path).map_err(|error| error.to_string())?;
+                let demand = RecordedProfile::read(path).map_err(|error| error.to_string())?;
                 self.check_model(&demand)?;
                 self.model.begin_with(demand)
             }
@@ -112,7 +112,7 @@ impl Fill {
     }
 
     /// The launcher has compared profile and model where it could; here is what is really loaded.
-    fn check_model(&self, demand: &Demand) -> Result<(), Reason> {
+    fn check_model(&self, demand: &RecordedProfile) -> Result<(), Reason> {
         let ours = self.model.id();
         match &demand.model {
             Some(theirs) if !theirs.is_same_model(&ours) => Err("the profile was recorded from another model".into()),
@@ -121,7 +121,7 @@ impl Fill {
     }
 
     /// The layers that can be cached, and the scratch memory that one context needs. Says which cannot, and why.
-    fn candidates(&self, demand: &Demand) -> Result<(Vec<Candidate>, Bytes), Reason> {
+    fn candidates(&self, demand: &RecordedProfile) -> Result<(Vec<Candidate>, Bytes), Reason> {
         let mut refused: BTreeMap<String, BTreeSet<u32>> = BTreeMap::new();
         let (mut candidates, mut scratch) = (Vec::new(), 0);
         for layer in self.model.layers() {
@@ -150,7 +150,7 @@ impl Fill {
         Ok((candidates, Bytes(scratch as u64)))
     }
 
-    fn candidate(&self, layer: &Arc<Layer>, demand: &Demand) -> Result<(Candidate, usize), Reason> {
+    fn candidate(&self, layer: &Arc<Layer>, demand: &RecordedProfile) -> Result<(Candidate, usize), Reason> {
         let Sight { shape, parts, ffns, reason } = layer.sight();
         if let Shape::Partial(reason) = shape {
             return Err(reason.into());
@@ -362,7 +362,7 @@ fn copy_engine(device: Device, expert_bytes: usize, pinned: bool) -> Result<Box<
 }
 
 /// A layer's requests by expert, `[n_expert]`; `None` if the profile lacks the layer.
-fn counts(recorded: Option<&profile::LayerDemand>, n_expert: u16) -> Result<Option<Vec<u64>>, Reason> {
+fn counts(recorded: Option<&RecordedLayer>, n_expert: u16) -> Result<Option<Vec<u64>>, Reason> {
     let Some(recorded) = recorded else { return Ok(None) };
     if let Some(other) = recorded.n_expert.filter(|&other| other != u32::from(n_expert)) {
         return Err(format!("the profile is of a model with {other} experts per layer, this one has {n_expert}"));
@@ -377,7 +377,7 @@ fn counts(recorded: Option<&profile::LayerDemand>, n_expert: u16) -> Result<Opti
 }
 
 /// What an earlier run has learnt: the worth of each expert, by its ranks or else by its counts, and who was resident.
-fn learnt(recorded: Option<&profile::LayerDemand>, demand: &LayerDemand) -> (Vec<f32>, Vec<Expert>) {
+fn learnt(recorded: Option<&RecordedLayer>, demand: &LayerDemand) -> (Vec<f32>, Vec<Expert>) {
     let mut by_rank = vec![0; demand.n_expert.into()];
     let Some(recorded) = recorded else { return (worth_of_ranks(&by_rank, demand.n_used), Vec::new()) };
     for &(expert, rank) in &recorded.ranks {

@@ -7,9 +7,10 @@ pub mod policy;
 use super::record::Sink;
 use crate::ggml::Tensor;
 use crate::profile::{
-    BatchCounts, Counter, Counts, Demand, LayerPerf, LayerRecord, ModelId, MoeHot, Profile, SCHEMA, Summary, TensorId,
-    combine_fingerprints, layer_number, ratio,
+    BatchCounts, Counter, Counts, LayerPerf, LayerRecord, ModelId, MoeHot, Profile, RecordedProfile, SCHEMA, Summary,
+    TensorId, combine_fingerprints, ratio,
 };
+use crate::units::layer_number;
 use layer::Layer;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
@@ -26,7 +27,7 @@ pub struct Model {
     /// Where what its cache has learnt goes, likewise.
     learnt: Mutex<Sink>,
     /// The profile that its cache began with.
-    began_with: OnceLock<Demand>,
+    began_with: OnceLock<RecordedProfile>,
     has_profile: AtomicBool,
     wants_fill: AtomicBool,
     /// How often it was to be filled anew.
@@ -147,7 +148,7 @@ impl Model {
     }
 
     /// Notes the profile that its cache begins with; the first counts, and is returned.
-    pub fn begin_with(&self, demand: Demand) -> &Demand {
+    pub fn begin_with(&self, demand: RecordedProfile) -> &RecordedProfile {
         self.began_with.get_or_init(|| demand)
     }
 
@@ -162,7 +163,7 @@ impl Model {
     }
 
     /// The profile that its cache began with.
-    pub fn began_with(&self) -> Option<&Demand> {
+    pub fn began_with(&self) -> Option<&RecordedProfile> {
         self.began_with.get()
     }
 

@@ -1,7 +1,7 @@
 //! What a model's cache has learnt, as a profile for the next session.
 
 use crate::options::Config;
-use crate::profile::{BatchCounts, Count, Demand, LayerDemand, LayerPerf, LayerRecord, Profile};
+use crate::profile::{BatchCounts, Count, LayerPerf, LayerRecord, Profile, RecordedLayer, RecordedProfile};
 use crate::runtime::model::Model;
 use std::collections::BTreeMap;
 
@@ -15,7 +15,7 @@ pub fn profile(config: &Config, model: &Model) -> Profile {
     let mut profile = model.profile(config.offload_min_batch);
     let earlier = model.began_with();
     for layer in &mut profile.layers {
-        if let Some(earlier) = earlier.and_then(|demand| demand.layers.get(&layer.layer)) {
+        if let Some(earlier) = earlier.and_then(|profile| profile.layers.get(&layer.layer)) {
             add_earlier(layer, earlier);
         }
         // Readers take these two before `experts`: they would hide the earlier sessions.
@@ -34,7 +34,7 @@ pub fn profile(config: &Config, model: &Model) -> Profile {
                 record.ranks = (0..).zip(ranks).filter(|&(_, rank)| rank > 0).collect();
             }
             None => {
-                if let Some(earlier) = earlier.and_then(|demand| demand.layers.get(&record.layer)) {
+                if let Some(earlier) = earlier.and_then(|profile| profile.layers.get(&record.layer)) {
                     keep(record, earlier);
                 }
             }
@@ -46,7 +46,7 @@ pub fn profile(config: &Config, model: &Model) -> Profile {
     profile
 }
 
-fn add_earlier(layer: &mut LayerPerf, earlier: &LayerDemand) {
+fn add_earlier(layer: &mut LayerPerf, earlier: &RecordedLayer) {
     let weight = 0.5f64.powf(layer.calls as f64 / HALF_LIFE_CALLS);
     let mut counts: BTreeMap<u32, u64> = layer.experts.iter().copied().collect();
     for &(expert, count) in &earlier.requests {
@@ -55,14 +55,14 @@ fn add_earlier(layer: &mut LayerPerf, earlier: &LayerDemand) {
     layer.experts = counts.into_iter().filter(|&(_, count)| count > 0).collect();
 }
 
-fn keep(record: &mut LayerRecord, earlier: &LayerDemand) {
+fn keep(record: &mut LayerRecord, earlier: &RecordedLayer) {
     let rank = |&(expert, rank): &Count| Some((expert, u16::try_from(rank).ok()?));
     record.ranks = earlier.ranks.iter().filter_map(rank).collect();
     record.resident.clone_from(&earlier.resident);
 }
 
 /// Layers that this session has not computed, as they were.
-fn add_unseen(profile: &mut Profile, earlier: &Demand) {
+fn add_unseen(profile: &mut Profile, earlier: &RecordedProfile) {
     for (&layer, known) in &earlier.layers {
         if profile.layers.iter().any(|seen| seen.layer == layer) {
             continue;

@@ -6,10 +6,10 @@ pub mod trace;
 use super::context::timing::LayerTimes;
 use super::engine;
 use super::model::{Model, Totals};
+use crate::Result;
 use crate::ggml::{Level, graphs_built, log};
 use crate::options::Config;
-use crate::profile::{OutputFile, Profile, ratio};
-use crate::{Error, Result};
+use crate::profile::{Acquired, OutputFile, Profile, ratio};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -158,11 +158,16 @@ impl Sink {
 
     /// The same to this file and no other: if it is another model's, or held by someone, to none.
     fn save_in_place(&mut self, path: &Path, calls: u64, profile: impl FnOnce() -> Profile, failing: &AtomicBool) {
-        let settle = |path: &Path, profile: &Profile| match OutputFile::claim(path, profile)? {
-            Some(file) => Ok(Output::File(file)),
-            None => {
+        let settle = |path: &Path, profile: &Profile| match OutputFile::acquire(path, profile)? {
+            Acquired::File(file) => Ok(Output::File(file)),
+            Acquired::Taken => {
                 let path = path.display();
                 log(Level::Info, &format!("{path} is held by another program or model: what is learnt is not kept"));
+                Ok(Output::Nowhere)
+            }
+            Acquired::NotAProfile(error) => {
+                let path = path.display();
+                log(Level::Warn, &format!("what is learnt is not kept, this file is not replaced: {path}: {error}"));
                 Ok(Output::Nowhere)
             }
         };
@@ -215,20 +220,19 @@ enum Output {
 /// Writes the profile for the first time: to the file asked for, or to one beside it if that is taken.
 fn settle(asked: &Path, profile: &Profile) -> Result<Output> {
     let tag = profile.model.as_ref().and_then(|id| id.fingerprint.get(..TAG_DIGITS)).unwrap_or("model");
-    match OutputFile::claim(asked, profile) {
-        Ok(Some(file)) => return Ok(Output::File(file)),
-        Ok(None) => {}
-        Err(error @ Error::NotAProfile { .. }) => {
-            log(Level::Warn, &format!("nothing is recorded, this file is not replaced: {error}"));
+    let asked_for = asked.display();
+    match OutputFile::acquire(asked, profile)? {
+        Acquired::File(file) => return Ok(Output::File(file)),
+        Acquired::Taken => {}
+        Acquired::NotAProfile(error) => {
+            log(Level::Warn, &format!("nothing is recorded, this file is not replaced: {asked_for}: {error}"));
             return Ok(Output::Nowhere);
         }
-        Err(error) => return Err(error),
     }
-    let asked_for = asked.display();
     for n in 1..=MAX_FILES_BESIDE {
         let path = beside(asked, tag, n);
-        match OutputFile::claim(&path, profile) {
-            Ok(Some(file)) => {
+        match OutputFile::acquire(&path, profile)? {
+            Acquired::File(file) => {
                 let path = path.display();
                 log(
                     Level::Warn,
@@ -236,8 +240,7 @@ fn settle(asked: &Path, profile: &Profile) -> Result<Output> {
                 );
                 return Ok(Output::File(file));
             }
-            Ok(None) | Err(Error::NotAProfile { .. }) => {}
-            Err(error) => return Err(error),
+            Acquired::Taken | Acquired::NotAProfile(_) => {}
         }
     }
     log(Level::Warn, &format!("nothing is recorded: {asked_for} and {MAX_FILES_BESIDE} files beside it are taken"));
