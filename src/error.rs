@@ -78,7 +78,7 @@ pub enum Error {
 
 impl Error {
     /// What is wrong with the file at `path`.
-    pub fn file(path: &Path, what: impl std::error::Error + Send + Sync + 'static) -> Self {
+    pub(crate) fn file(path: &Path, what: impl std::error::Error + Send + Sync + 'static) -> Self {
         Self::File { path: path.into(), what: Box::new(what) }
     }
 }

@@ -34,7 +34,7 @@ pub enum ProfileError {
     /// A pipe, a device or the like.
     #[error("is a pipe, socket or device; expected a regular file")]
     NotRegular,
-    /// More than [`MAX_MIB`].
+    /// More than 64 MiB.
     #[error("is larger than {MAX_MIB} MiB; expected a profile, which is smaller")]
     TooLarge,
     /// No byte, or white space only.
@@ -175,7 +175,7 @@ pub enum NotAProfileError {
     /// A pipe, a device or the like.
     #[error("not a routing profile: it is not a regular file")]
     NotRegular,
-    /// More than [`MAX_MIB`].
+    /// More than 64 MiB.
     #[error("not a routing profile: larger than {MAX_MIB} MiB")]
     TooLarge,
     /// No JSON, or without the fields of a profile.

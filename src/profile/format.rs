@@ -10,7 +10,7 @@ pub const MAX_LAYER: u32 = 65_535;
 pub const MAX_EXPERTS: u32 = 65_536;
 /// The highest count: larger whole numbers are not exact in readers that use 64-bit floats.
 pub const MAX_COUNT: u64 = 1 << 53;
-/// Levels of JSON that a profile may have; ours have five. More are not promised to be read.
+/// Levels of JSON that are promised to be read; a profile has five. `serde_json` gives up at 128.
 pub const MAX_DEPTH: u32 = 64;
 
 /// `[expert, count]`.

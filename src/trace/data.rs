@@ -14,7 +14,7 @@ pub const MAX_LAYERS: usize = 1024;
 pub struct LayerInfo {
     /// Layer number.
     pub layer: u16,
-    /// Experts in the layer, 1 to [`MAX_EXPERTS`].
+    /// Experts in the layer, 1 to 4,096.
     pub n_expert: u16,
     /// Experts per token.
     pub n_used: u16,

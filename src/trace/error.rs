@@ -14,7 +14,7 @@ pub enum TraceError {
     /// A folder, a pipe or the like.
     #[error("is not a regular file; expected a trace")]
     NotRegular,
-    /// More than [`MAX_MIB`].
+    /// More than 1,024 MiB.
     #[error("is larger than {MAX_MIB} MiB; expected a shorter trace")]
     TooLarge,
     /// Neither format.

@@ -6,10 +6,10 @@ pub mod trace;
 use super::context::timing::LayerTimes;
 use super::engine;
 use super::model::{Model, Totals};
-use crate::Result;
 use crate::ggml::{Level, graphs_built, log};
 use crate::options::Config;
 use crate::profile::{Acquired, OutputFile, Profile, ratio};
+use crate::{Error, Result};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -165,11 +165,7 @@ impl Sink {
                 log(Level::Info, &format!("{path} is held by another program or model: what is learnt is not kept"));
                 Ok(Output::Nowhere)
             }
-            Acquired::NotAProfile(error) => {
-                let path = path.display();
-                log(Level::Warn, &format!("what is learnt is not kept, this file is not replaced: {path}: {error}"));
-                Ok(Output::Nowhere)
-            }
+            Acquired::NotAProfile(error) => Err(Error::file(path, error)),
         };
         self.save_with(settle, path, calls, profile, failing);
     }
