@@ -1,10 +1,7 @@
 //! The library's one error type: what went wrong, where, and the offending value.
 #![forbid(unsafe_code)]
 
-use crate::profile::ProfileFault;
-use crate::trace::TraceFault;
-use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// Everything that can go wrong in the library.
 #[non_exhaustive]
@@ -53,14 +50,14 @@ pub enum Error {
     #[error("a copy to it failed")]
     CopyFailed,
     /// An expert id points outside the layer.
-    #[error("layer {layer}: expert id {id} at slot {slot} of token {token} is outside 0..{n_expert}")]
+    #[error("layer {layer}: expert id {id} at k = {k} of token {token} is outside 0..{n_expert}")]
     ExpertId {
         /// Layer number.
         layer: u32,
         /// The id found.
         id: i32,
         /// Index within the token's top-k.
-        slot: usize,
+        k: usize,
         /// Token within the batch.
         token: usize,
         /// Experts in the layer.
@@ -72,50 +69,21 @@ pub enum Error {
         /// Layer number.
         layer: u32,
     },
-    /// Reading or writing a file failed.
-    #[error("{path}: {action}: {error}")]
-    Io {
-        /// The file.
-        path: PathBuf,
-        /// What was attempted.
-        action: &'static str,
-        /// The system's answer.
-        error: io::Error,
-    },
-    /// A file is not a profile.
-    #[error("{path}: not a routing profile: {reason}")]
-    NotAProfile {
-        /// The file.
-        path: PathBuf,
-        /// What was expected and what was found.
-        reason: String,
-    },
-    /// A file cannot be used as a profile.
+    /// A file cannot be read, written, or used for what it was named for.
     #[error("{path}: {what}")]
-    BadProfile {
+    File {
         /// The file.
         path: PathBuf,
-        /// What is wrong.
-        what: ProfileFault,
-    },
-    /// A profile of another model than the one to be started.
-    #[error("{profile}: was recorded from another model than {model}: {what}; expected a profile of this model")]
-    OtherModel {
-        /// The profile's file.
-        profile: PathBuf,
-        /// The model's file.
-        model: PathBuf,
-        /// How they differ.
+        /// What is wrong, as the module says that reads or writes such files.
         what: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// A file cannot be used as a trace.
-    #[error("{path}: {what}")]
-    BadTrace {
-        /// The file.
-        path: PathBuf,
-        /// What is wrong.
-        what: TraceFault,
-    },
+}
+
+impl Error {
+    /// What is wrong with the file at `path`.
+    pub(crate) fn file(path: &Path, what: impl std::error::Error + Send + Sync + 'static) -> Self {
+        Self::File { path: path.into(), what: Box::new(what) }
+    }
 }
 
 /// `Result` with this library's error.

@@ -89,6 +89,11 @@ macro_rules! display_as_number {
 }
 display_as_number!(Layer, Expert, Slot);
 
+/// The N of `blk.N.` in a tensor's name. For numbering only.
+pub fn layer_number(tensor_name: &str) -> Option<u32> {
+    tensor_name.strip_prefix("blk.")?.split_once('.')?.0.parse().ok()
+}
+
 /// What to do with an expert that is not resident.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MissRule {
@@ -119,6 +124,13 @@ mod tests {
         assert_eq!((Bytes::from_mib(3).mib(), Bytes::from_mib(3).mib_up()), (3, 3));
         let more = Bytes::from_mib(3).saturating_add(Bytes(1));
         assert_eq!((more.mib(), more.mib_up(), more.to_string()), (3, 4, "3 MiB".to_owned()));
+    }
+
+    #[test]
+    fn layers_are_numbered_by_their_names() {
+        assert_eq!(layer_number("blk.17.ffn_up_exps.weight"), Some(17));
+        assert_eq!(layer_number("blk.x.ffn_up_exps.weight"), None);
+        assert_eq!(layer_number("output.weight"), None);
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! Any bytes are a GGUF header or a fault, and no tensor's place overflows.
+//! Any bytes are a GGUF header or an error, and no tensor's place overflows.
 #![no_main]
 
 use ggml_moe_hot::gguf::Header;

@@ -6,7 +6,7 @@ use crate::Error;
 use crate::gguf::ModelFile;
 use crate::options::host;
 use crate::options::{Config, HOT_CACHE, InvalidVariable, Kind, OPTIONS, OptionSpec, PERF_OUT, TRACE_OUT};
-use crate::profile::{Demand, Profile, folder_of};
+use crate::profile::{OutputFile, RecordedProfile, folder_of};
 use crate::trace::MAGIC;
 use anyhow::{Context, Result, anyhow, bail};
 use clap::builder::{NonEmptyStringValueParser, PathBufValueParser, TypedValueParser, ValueParser};
@@ -187,7 +187,7 @@ fn check_folder_of(path: &Path) -> Result<()> {
 /// A path where a profile may be written: absolute, in an existing writable folder, free or held by a profile.
 fn check_output(path: &Path) -> Result<PathBuf> {
     let path = std::path::absolute(path).with_context(|| format!("{path:?}: expected a file name"))?;
-    Profile::read_if_any(&path).context("expected a new file or an earlier profile")?;
+    OutputFile::check(&path).context("expected a new file or an earlier profile")?;
     check_folder_of(&path)?;
     Ok(path)
 }
@@ -195,11 +195,9 @@ fn check_output(path: &Path) -> Result<PathBuf> {
 /// A profile to read: absolute, whole, and of this model.
 fn check_input(path: &Path, model: Option<&ModelFile>) -> Result<PathBuf> {
     let path = std::path::absolute(path).with_context(|| format!("{path:?}: expected a file name"))?;
-    let demand = Demand::read(&path)?;
+    let profile = RecordedProfile::read(&path)?;
     if let Some(model) = model {
-        let other =
-            |what| Error::OtherModel { profile: path.clone(), model: model.path().into(), what: Box::new(what) };
-        check_model(&demand, model).map_err(other)?;
+        check_model(&profile, model).map_err(|error| Error::file(&path, error))?;
     }
     Ok(path)
 }

@@ -1,8 +1,9 @@
 //! One file's header: magic, metadata (passed over but for three keys), and the table of tensors.
 
-use super::Type;
+use super::error::GgufError;
+use super::types::Type;
 use std::collections::BTreeMap;
-use std::io::{self, BufReader, Read, Seek};
+use std::io::{BufReader, Read, Seek};
 
 const MAGIC: &[u8; 4] = b"GGUF";
 /// Versions that differ in nothing we read.
@@ -23,72 +24,6 @@ const MAX_DIMS: u32 = 4;
 const DEFAULT_ALIGNMENT: u64 = 32;
 /// More parts than any split model has.
 const MAX_PARTS: u64 = 10_000;
-
-/// Why a file's header cannot be read.
-#[non_exhaustive]
-#[derive(Debug, thiserror::Error)]
-pub enum GgufFault {
-    /// The system's answer.
-    #[error("cannot be read: {0}")]
-    Io(#[from] io::Error),
-    /// A folder, a pipe, a device.
-    #[error("is not a regular file")]
-    NotRegular,
-    /// Another kind of file.
-    #[error("begins with {0:?}; expected \"GGUF\"")]
-    Magic(String),
-    /// Too old, too new, or of the other byte order.
-    #[error("GGUF version {0}; expected 2 or 3")]
-    Version(u32),
-    /// The file ends, or the header does not.
-    #[error("its header ends at byte {0}, in the middle, or is larger than 256 MiB")]
-    Truncated(u64),
-    /// A number above its limit.
-    #[error("{what}: {value}; expected at most {max}")]
-    TooMany {
-        /// Of what.
-        what: &'static str,
-        /// What the file says.
-        value: u64,
-        /// What we read at most.
-        max: u64,
-    },
-    /// A key or name.
-    #[error("a key or tensor name is not UTF-8")]
-    NotText,
-    /// A metadata entry.
-    #[error("key {key:?} has a value of type {kind}; expected {expected}")]
-    Kind {
-        /// The key.
-        key: String,
-        /// The value's type number.
-        kind: u32,
-        /// What it should be.
-        expected: &'static str,
-    },
-    /// No power of two.
-    #[error("general.alignment is {0}; expected a power of two")]
-    Alignment(u64),
-    /// A type that ggml does not have.
-    #[error("tensor {name:?} has type {id}; expected a type of the pinned llama.cpp")]
-    Type {
-        /// Tensor.
-        name: String,
-        /// Its type's number.
-        id: u32,
-    },
-    /// A shape that cannot be.
-    #[error("tensor {name:?} has shape {shape:?}; expected whole blocks and a size below 2^63 bytes")]
-    Shape {
-        /// Tensor.
-        name: String,
-        /// Shape in ggml order.
-        shape: [u64; 4],
-    },
-    /// Two of one name.
-    #[error("tensor {0:?} is there twice")]
-    Duplicate(String),
-}
 
 /// One tensor of a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -116,15 +51,15 @@ pub struct Header {
 
 impl Header {
     /// Reads the header of a file of `len` bytes from its start.
-    pub fn read(file: impl Read + Seek, len: u64) -> Result<Self, GgufFault> {
+    pub fn read(file: impl Read + Seek, len: u64) -> Result<Self, GgufError> {
         let mut source = Source { inner: BufReader::new(file), at: 0, end: len.min(MAX_HEADER_BYTES) };
         let magic = source.bytes::<4>()?;
         if &magic != MAGIC {
-            return Err(GgufFault::Magic(String::from_utf8_lossy(&magic).into_owned()));
+            return Err(GgufError::Magic(String::from_utf8_lossy(&magic).into_owned()));
         }
         let version = source.u32()?;
         if !VERSIONS.contains(&version) {
-            return Err(GgufFault::Version(version));
+            return Err(GgufError::Version(version));
         }
         let n_tensors = source.at_most("tensors", MAX_TENSORS)?;
         let n_entries = source.at_most("metadata entries", MAX_ENTRIES)?;
@@ -138,7 +73,7 @@ impl Header {
             }
         }
         if !alignment.is_power_of_two() {
-            return Err(GgufFault::Alignment(alignment));
+            return Err(GgufError::Alignment(alignment));
         }
         check_limit("parts", n_parts, MAX_PARTS)?;
         let tensors = read_tensors(&mut source, n_tensors, alignment)?;
@@ -151,26 +86,26 @@ fn read_tensors<R: Read + Seek>(
     source: &mut Source<R>,
     n_tensors: u64,
     alignment: u64,
-) -> Result<BTreeMap<String, TensorInfo>, GgufFault> {
+) -> Result<BTreeMap<String, TensorInfo>, GgufError> {
     let mut tensors = BTreeMap::new();
     for _ in 0..n_tensors {
         let name = source.text("bytes of a tensor's name", MAX_NAME_BYTES)?;
         let info = read_tensor(source, &name)?;
         if tensors.contains_key(&name) {
-            return Err(GgufFault::Duplicate(name));
+            return Err(GgufError::Duplicate(name));
         }
         tensors.insert(name, info);
     }
-    let data = source.at.checked_next_multiple_of(alignment).ok_or(GgufFault::Alignment(alignment))?;
+    let data = source.at.checked_next_multiple_of(alignment).ok_or(GgufError::Alignment(alignment))?;
     for (name, info) in &mut tensors {
         let offset = info.offset.checked_add(data).filter(|offset| offset.checked_add(info.n_bytes).is_some());
-        info.offset = offset.ok_or_else(|| GgufFault::Shape { name: name.clone(), shape: info.shape })?;
+        info.offset = offset.ok_or_else(|| GgufError::Shape { name: name.clone(), shape: info.shape })?;
     }
     Ok(tensors)
 }
 
 /// One row of the table; its offset counts from where the data begins.
-fn read_tensor<R: Read + Seek>(source: &mut Source<R>, name: &str) -> Result<TensorInfo, GgufFault> {
+fn read_tensor<R: Read + Seek>(source: &mut Source<R>, name: &str) -> Result<TensorInfo, GgufError> {
     let n_dims = source.u32()?;
     check_limit("dimensions of a tensor", n_dims.into(), MAX_DIMS.into())?;
     let mut shape = [1; 4];
@@ -178,8 +113,8 @@ fn read_tensor<R: Read + Seek>(source: &mut Source<R>, name: &str) -> Result<Ten
         *n = source.u64()?;
     }
     let id = source.u32()?;
-    let kind = Type::of(id).ok_or_else(|| GgufFault::Type { name: name.to_owned(), id })?;
-    let n_bytes = size(kind, shape).ok_or_else(|| GgufFault::Shape { name: name.to_owned(), shape })?;
+    let kind = Type::of(id).ok_or_else(|| GgufError::Type { name: name.to_owned(), id })?;
+    let n_bytes = size(kind, shape).ok_or_else(|| GgufError::Shape { name: name.to_owned(), shape })?;
     Ok(TensorInfo { kind, shape, n_dims, offset: source.u64()?, n_bytes })
 }
 
@@ -201,78 +136,78 @@ struct Source<R> {
 
 impl<R: Read + Seek> Source<R> {
     /// Moves on by `n` bytes, if there are so many.
-    fn advance(&mut self, n: u64) -> Result<(), GgufFault> {
-        let to = self.at.checked_add(n).filter(|&to| to <= self.end).ok_or(GgufFault::Truncated(self.end))?;
+    fn advance(&mut self, n: u64) -> Result<(), GgufError> {
+        let to = self.at.checked_add(n).filter(|&to| to <= self.end).ok_or(GgufError::Truncated(self.end))?;
         self.at = to;
         Ok(())
     }
 
-    fn bytes<const N: usize>(&mut self) -> Result<[u8; N], GgufFault> {
+    fn bytes<const N: usize>(&mut self) -> Result<[u8; N], GgufError> {
         self.advance(N as u64)?;
         let mut bytes = [0; N];
         self.inner.read_exact(&mut bytes)?;
         Ok(bytes)
     }
 
-    fn u32(&mut self) -> Result<u32, GgufFault> {
+    fn u32(&mut self) -> Result<u32, GgufError> {
         self.bytes().map(u32::from_le_bytes)
     }
 
-    fn u64(&mut self) -> Result<u64, GgufFault> {
+    fn u64(&mut self) -> Result<u64, GgufError> {
         self.bytes().map(u64::from_le_bytes)
     }
 
-    fn at_most(&mut self, what: &'static str, max: u64) -> Result<u64, GgufFault> {
+    fn at_most(&mut self, what: &'static str, max: u64) -> Result<u64, GgufError> {
         let value = self.u64()?;
         check_limit(what, value, max)?;
         Ok(value)
     }
 
-    fn skip(&mut self, n: u64) -> Result<(), GgufFault> {
+    fn skip(&mut self, n: u64) -> Result<(), GgufError> {
         self.advance(n)?;
-        let n = i64::try_from(n).map_err(|_| GgufFault::Truncated(self.end))?;
+        let n = i64::try_from(n).map_err(|_| GgufError::Truncated(self.end))?;
         Ok(self.inner.seek_relative(n)?)
     }
 
-    fn text(&mut self, what: &'static str, max: u64) -> Result<String, GgufFault> {
+    fn text(&mut self, what: &'static str, max: u64) -> Result<String, GgufError> {
         let len = self.at_most(what, max)?;
         self.advance(len)?;
         let mut bytes = vec![0; len as usize]; // at most MAX_KEY_BYTES
         self.inner.read_exact(&mut bytes)?;
-        String::from_utf8(bytes).map_err(|_| GgufFault::NotText)
+        String::from_utf8(bytes).map_err(|_| GgufError::NotText)
     }
 
-    fn skip_text(&mut self) -> Result<(), GgufFault> {
+    fn skip_text(&mut self) -> Result<(), GgufError> {
         let len = self.u64()?;
         self.skip(len)
     }
 
-    fn skip_value(&mut self, key: String) -> Result<(), GgufFault> {
+    fn skip_value(&mut self, key: String) -> Result<(), GgufError> {
         let kind = self.u32()?;
         match kind {
             STRING => self.skip_text(),
             ARRAY => self.skip_array(key),
-            _ => self.skip(scalar_bytes(kind).ok_or(GgufFault::Kind { key, kind, expected: "0 to 12" })?),
+            _ => self.skip(scalar_bytes(kind).ok_or(GgufError::Kind { key, kind, expected: "0 to 12" })?),
         }
     }
 
-    fn skip_array(&mut self, key: String) -> Result<(), GgufFault> {
+    fn skip_array(&mut self, key: String) -> Result<(), GgufError> {
         let (kind, n) = (self.u32()?, self.u64()?);
         if kind == STRING {
             return (0..n).try_for_each(|_| self.skip_text()); // each takes bytes of the file: ends with it
         }
-        let bytes = scalar_bytes(kind).ok_or(GgufFault::Kind { key, kind, expected: "no list in a list" })?;
-        self.skip(n.checked_mul(bytes).ok_or(GgufFault::Truncated(self.end))?)
+        let bytes = scalar_bytes(kind).ok_or(GgufError::Kind { key, kind, expected: "no list in a list" })?;
+        self.skip(n.checked_mul(bytes).ok_or(GgufError::Truncated(self.end))?)
     }
 
-    fn whole_number(&mut self, key: String) -> Result<u64, GgufFault> {
+    fn whole_number(&mut self, key: String) -> Result<u64, GgufError> {
         let kind = self.u32()?;
         match kind {
             UINT8 => self.bytes::<1>().map(|[byte]| byte.into()),
             UINT16 => self.bytes().map(|bytes| u16::from_le_bytes(bytes).into()),
             UINT32 => self.u32().map(u64::from),
             UINT64 => self.u64(),
-            _ => Err(GgufFault::Kind { key, kind, expected: "an unsigned integer" }),
+            _ => Err(GgufError::Kind { key, kind, expected: "an unsigned integer" }),
         }
     }
 }
@@ -295,6 +230,6 @@ fn scalar_bytes(kind: u32) -> Option<u64> {
     }
 }
 
-fn check_limit(what: &'static str, value: u64, max: u64) -> Result<(), GgufFault> {
-    if value > max { Err(GgufFault::TooMany { what, value, max }) } else { Ok(()) }
+fn check_limit(what: &'static str, value: u64, max: u64) -> Result<(), GgufError> {
+    if value > max { Err(GgufError::TooMany { what, value, max }) } else { Ok(()) }
 }

@@ -4,6 +4,7 @@
 //! launcher does not ask for. Whether the program can load the model is the program's business.
 #![forbid(unsafe_code)]
 
+mod error;
 mod header;
 mod model;
 #[cfg(test)]
@@ -12,6 +13,8 @@ pub(crate) mod testing;
 mod tests;
 mod types;
 
-pub use header::{GgufFault, Header, TensorInfo};
-pub use model::{ExpertTensor, ModelFile};
+pub use error::GgufError;
+pub use header::{Header, TensorInfo};
 pub use types::Type;
+
+pub(crate) use model::ModelFile;

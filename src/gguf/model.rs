@@ -1,7 +1,9 @@
-//! A model on disk, all of its parts: what its expert tensors are and what identifies them.
+//! A model on disk, all of its parts: its tensors and their bytes.
 
-use super::{GgufFault, Header, TensorInfo};
-use crate::profile::{TensorId, layer_number};
+use super::error::GgufError;
+use super::header::{Header, TensorInfo};
+use crate::units::layer_number;
+use crate::{Error, Result};
 use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io;
@@ -13,7 +15,7 @@ const EXPERTS: &str = "_exps";
 /// `[n_in, n_out, n_expert]`.
 const EXPERT_DIMS: u32 = 3;
 
-/// A model's expert tensors by name.
+/// A model's files, which stay open, and its tensors by name.
 pub struct ModelFile {
     path: PathBuf,
     parts: Vec<File>,
@@ -31,16 +33,23 @@ pub struct ExpertTensor {
     pub n_bytes: u64,
 }
 
+/// One tensor and the file that its data is in.
+pub struct ModelTensor<'a> {
+    file: &'a File,
+    /// What the file's header says of it.
+    pub info: &'a TensorInfo,
+}
+
 impl ModelFile {
     /// Reads the headers of a model: of `path`, and if that is the first of several parts, of all of them.
     ///
-    /// Fails with the file that cannot be read as GGUF.
-    pub fn open(path: &Path) -> Result<Self, (PathBuf, GgufFault)> {
+    /// Fails with the file that cannot be read as GGUF, and a [`GgufError`].
+    pub fn open(path: &Path) -> Result<Self> {
         let mut model = Self { path: path.into(), parts: Vec::new(), tensors: BTreeMap::new() };
-        let n_parts = model.add(path).map_err(|fault| (path.to_owned(), fault))?;
+        let n_parts = model.add(path).map_err(|error| Error::file(path, error))?;
         for part in 2..=n_parts {
             let Some(path) = part_path(path, part, n_parts) else { break };
-            model.add(&path).map_err(|fault| (path, fault))?;
+            model.add(&path).map_err(|error| Error::file(&path, error))?;
         }
         Ok(model)
     }
@@ -51,9 +60,9 @@ impl ModelFile {
     }
 
     /// Adds one part; returns how many there are.
-    fn add(&mut self, path: &Path) -> Result<u64, GgufFault> {
+    fn add(&mut self, path: &Path) -> Result<u64, GgufError> {
         if !fs::metadata(path)?.is_file() {
-            return Err(GgufFault::NotRegular); // opening a pipe would wait for its other end
+            return Err(GgufError::NotRegular); // opening a pipe would wait for its other end
         }
         let file = File::open(path)?;
         let header = Header::read(&file, file.metadata()?.len())?;
@@ -77,21 +86,17 @@ impl ModelFile {
         (bytes > 0).then_some(bytes)
     }
 
-    /// What the plugin will find to be this tensor's fingerprint. `None` if there is no such tensor.
-    ///
-    /// Fails if its data cannot be read.
-    pub fn fingerprint(&self, name: &str) -> io::Result<Option<String>> {
-        let Some((part, info)) = self.tensors.get(name) else { return Ok(None) };
-        let n_bytes = usize::try_from(info.n_bytes).map_err(io::Error::other)?;
-        let failed = std::cell::OnceCell::new();
-        let read = |offset: usize, len: usize| {
-            let mut bytes = vec![0; len]; // a sample
-            let read = self.parts[*part].read_exact_at(&mut bytes, info.offset + offset as u64);
-            read.map_err(|error| failed.set(error)).ok().map(|()| bytes)
-        };
-        let id = TensorId { name, type_name: info.kind.name, shape: info.shape, n_bytes };
-        let fingerprint = id.fingerprint(read);
-        failed.into_inner().map_or(Ok(Some(fingerprint)), Err)
+    /// The tensor of this name, if there is one.
+    pub fn tensor(&self, name: &str) -> Option<ModelTensor<'_>> {
+        let (part, info) = self.tensors.get(name)?;
+        Some(ModelTensor { file: self.parts.get(*part)?, info })
+    }
+}
+
+impl ModelTensor<'_> {
+    /// Fills `bytes` with the tensor's data from `offset` on.
+    pub fn read_exact_at(&self, bytes: &mut [u8], offset: u64) -> io::Result<()> {
+        self.file.read_exact_at(bytes, self.info.offset.saturating_add(offset))
     }
 }
 

@@ -1,16 +1,25 @@
 //! Headers that are whole, wrong, cut and mutated; models of several files.
 
 use super::testing::{Writer, moe, text};
-use super::{GgufFault, Header, ModelFile};
+use super::{GgufError, Header, ModelFile};
+use crate::Error;
 use proptest::prelude::*;
 use std::fs;
 use std::io::Cursor;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 const SHIPPED: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/models/moe-small.gguf");
 
-fn read(file: &[u8]) -> Result<Header, GgufFault> {
+fn read(file: &[u8]) -> Result<Header, GgufError> {
     Header::read(Cursor::new(file), file.len() as u64)
+}
+
+/// The file that cannot be opened, and why.
+fn unopened(path: &Path) -> (PathBuf, GgufError) {
+    match ModelFile::open(path) {
+        Err(Error::File { path, what }) => (path, *what.downcast().unwrap()),
+        _ => panic!("{} was opened", path.display()),
+    }
 }
 
 fn refusal(writer: Writer) -> String {
@@ -61,9 +70,9 @@ fn wrong_headers_are_refused_with_the_reason() {
         let message = refusal(writer);
         assert!(message.contains(words), "{message} should say {words}");
     }
-    assert!(matches!(read(b"{\"schema\""), Err(GgufFault::Magic(_))));
-    assert!(matches!(read(b"GGUF\x01\0\0\0"), Err(GgufFault::Version(1))));
-    assert!(matches!(read(b"GGUF\x03\0\0\0\xff\xff\xff\xff\xff\xff\xff\xff"), Err(GgufFault::TooMany { .. })));
+    assert!(matches!(read(b"{\"schema\""), Err(GgufError::Magic(_))));
+    assert!(matches!(read(b"GGUF\x01\0\0\0"), Err(GgufError::Version(1))));
+    assert!(matches!(read(b"GGUF\x03\0\0\0\xff\xff\xff\xff\xff\xff\xff\xff"), Err(GgufError::TooMany { .. })));
 }
 
 #[test]
@@ -90,28 +99,33 @@ fn a_model_in_parts_is_read_from_all_of_them() {
     let part = |number: u32| folder.path().join(format!("m-{number:05}-of-00002.gguf"));
     let count = 2u16.to_le_bytes();
     fs::write(part(1), moe(1, 4).entry("split.count", 2, &count).finish(1)).unwrap();
-    assert_eq!(ModelFile::open(&part(1)).err().unwrap().0, part(2), "the missing part is named");
+    assert_eq!(unopened(&part(1)).0, part(2), "the missing part is named");
     let second = Writer::new().entry("split.count", 2, &count).tensor("blk.1.ffn_up_exps.weight", 0, &[4, 2, 4], 128);
     fs::write(part(2), second.finish(2)).unwrap();
     let model = ModelFile::open(&part(1)).unwrap();
     assert_eq!(model.expert_bytes(), Some(256));
-    assert!(model.fingerprint("blk.1.ffn_up_exps.weight").unwrap().is_some());
+    let mut byte = [0];
+    model.tensor("blk.1.ffn_up_exps.weight").unwrap().read_exact_at(&mut byte, 127).unwrap();
+    assert_eq!(byte, [2], "the second part's data");
 }
 
 #[test]
-fn data_that_is_not_there_is_an_error_and_not_another_fingerprint() {
+fn data_that_is_not_there_is_an_error() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("m.gguf");
     let file = moe(1, 4).finish(1);
     fs::write(&path, &file[..file.len() - 40]).unwrap();
     let model = ModelFile::open(&path).unwrap();
-    assert!(model.fingerprint("blk.0.ffn_up_exps.weight").is_err());
-    assert_eq!(model.fingerprint("blk.7.ffn_up_exps.weight").unwrap(), None);
+    let tensor = model.tensor("blk.0.ffn_up_exps.weight").unwrap();
+    let last = tensor.info.n_bytes - 1;
+    assert!(tensor.read_exact_at(&mut [0], 0).is_ok() && tensor.read_exact_at(&mut [0], last).is_err());
+    assert!(tensor.read_exact_at(&mut [0], u64::MAX).is_err());
+    assert!(model.tensor("blk.7.ffn_up_exps.weight").is_none());
 }
 
 #[test]
 fn a_pipe_is_not_waited_for() {
-    assert!(matches!(ModelFile::open(Path::new("/dev/null")).err().unwrap().1, GgufFault::NotRegular));
+    assert!(matches!(unopened(Path::new("/dev/null")).1, GgufError::NotRegular));
 }
 
 proptest! {

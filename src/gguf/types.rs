@@ -20,7 +20,7 @@ impl Type {
     }
 }
 
-/// `type_traits` in ggml.c; a test compares each with ggml's own answers.
+/// `type_traits` in ggml.c; a test of `cli` compares each with ggml's own answers.
 #[rustfmt::skip]
 const TYPES: [Type; 35] = [
     Type { id: 0, name: "f32", block: 1, bytes: 4 },
@@ -59,17 +59,3 @@ const TYPES: [Type; 35] = [
     Type { id: 41, name: "q1_0", block: 128, bytes: 18 },
     Type { id: 42, name: "q2_0", block: 64, bytes: 18 },
 ];
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::ggml::testing::type_facts;
-
-    #[test]
-    fn the_table_says_of_every_type_what_ggml_says() {
-        for id in 0..100 {
-            let ours = Type::of(id).map(|known| (known.name.to_owned(), known.block, known.bytes));
-            assert_eq!(ours, type_facts(id), "type {id}");
-        }
-    }
-}

@@ -95,11 +95,11 @@ impl LayerCounts {
 
 /// Checks that every id names one of a layer's `n_expert` experts.
 ///
-/// `ids` yields `(slot, token, id)`. Fails with the first bad id.
+/// `ids` yields `(k, token, id)`, `k` being the index within the token's top-k. Fails with the first bad id.
 pub fn check_ids(layer: u32, n_expert: u32, mut ids: impl Iterator<Item = (usize, usize, i32)>) -> Result<()> {
     match ids.find(|&(_, _, id)| !u32::try_from(id).is_ok_and(|id| id < n_expert)) {
         None => Ok(()),
-        Some((slot, token, id)) => Err(Error::ExpertId { layer, id, slot, token, n_expert }),
+        Some((k, token, id)) => Err(Error::ExpertId { layer, id, k, token, n_expert }),
     }
 }
 
@@ -108,7 +108,7 @@ mod tests {
     use super::*;
 
     fn ids(ids: &[i32]) -> impl Iterator<Item = (usize, usize, i32)> {
-        ids.iter().enumerate().map(|(slot, &id)| (slot, 0, id))
+        ids.iter().enumerate().map(|(k, &id)| (k, 0, id))
     }
 
     fn cold(ids: &[i32]) -> impl Iterator<Item = (i32, bool)> {

@@ -1,6 +1,8 @@
-//! Which model is this? Tensors are told apart by name, type, shape and a few sampled bytes.
+//! What identifies a model. Tensors are told apart by name, type, shape and a few sampled bytes.
 
+use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
+use std::collections::BTreeMap;
 
 /// Places in a tensor that are sampled, evenly spread.
 const SAMPLES: usize = 4;
@@ -45,13 +47,26 @@ impl TensorId<'_> {
     }
 }
 
-/// The N of `blk.N.` in a tensor's name. For numbering only.
-pub fn layer_number(name: &str) -> Option<u32> {
-    name.strip_prefix("blk.")?.split_once('.')?.0.parse().ok()
+/// Which model a profile belongs to.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ModelId {
+    /// 16 hex digits over all recorded tensors.
+    pub fingerprint: String,
+    /// Each recorded expert tensor's own fingerprint, by name.
+    #[serde(default)]
+    pub tensors: BTreeMap<String, String>,
+}
+
+impl ModelId {
+    /// Whether both name the same model: they share tensors, and all that they share are equal.
+    pub fn is_same_model(&self, other: &ModelId) -> bool {
+        let mut shared = self.tensors.iter().filter_map(|(name, id)| Some((id, other.tensors.get(name)?))).peekable();
+        shared.peek().is_some() && shared.all(|(a, b)| a == b)
+    }
 }
 
 /// One fingerprint for a set of them, in the order given.
-pub fn combine<'a>(fingerprints: impl IntoIterator<Item = &'a str>) -> String {
+pub fn combine_fingerprints<'a>(fingerprints: impl IntoIterator<Item = &'a str>) -> String {
     let mut hash = Sha256::new();
     for fingerprint in fingerprints {
         hash.update(fingerprint.as_bytes());
@@ -87,10 +102,15 @@ mod tests {
     }
 
     #[test]
-    fn layers_are_numbered_by_their_names() {
-        assert_eq!(layer_number("blk.17.ffn_up_exps.weight"), Some(17));
-        assert_eq!(layer_number("blk.x.ffn_up_exps.weight"), None);
-        assert_eq!(layer_number("output.weight"), None);
+    fn models_are_the_same_if_all_shared_tensors_are_and_there_are_some() {
+        let id = |tensors: &[(&str, &str)]| ModelId {
+            fingerprint: String::new(),
+            tensors: tensors.iter().map(|&(name, id)| (name.into(), id.into())).collect(),
+        };
+        let all = id(&[("a", "1"), ("b", "2")]);
+        assert!(all.is_same_model(&id(&[("a", "1"), ("c", "9")])), "recorded with fewer layers in our buffer");
+        assert!(!all.is_same_model(&id(&[("a", "1"), ("b", "9")])));
+        assert!(!all.is_same_model(&id(&[("c", "1")])));
     }
 
     #[test]

@@ -2,20 +2,28 @@
 #![forbid(unsafe_code)]
 
 mod counts;
-mod fault;
-mod file;
+mod error;
 mod fingerprint;
-mod input;
+mod format;
+mod head;
+mod json;
+mod open;
 mod output;
+mod read;
 #[cfg(test)]
-pub(crate) mod testing;
-mod validate;
+mod read_tests;
 #[cfg(test)]
-mod validate_tests;
+mod testing;
+mod write;
 
-pub use counts::{Counter, Counts, LayerCounts, check_ids};
-pub use fault::ProfileFault;
-pub use file::{BatchCounts, Count, LayerPerf, LayerRecord, ModelId, MoeHot, Profile, SCHEMA, Summary, ratio};
-pub use fingerprint::{TensorId, combine as combine_fingerprints, layer_number};
-pub use output::{OutputFile, folder_of};
-pub use validate::{Demand, LayerDemand};
+pub use counts::LayerCounts;
+pub use error::ProfileError;
+pub use fingerprint::ModelId;
+pub use format::Count;
+pub use read::{RecordedLayer, RecordedProfile};
+
+pub(crate) use counts::{Counter, Counts, check_ids};
+pub(crate) use fingerprint::{TensorId, combine_fingerprints};
+pub(crate) use format::SCHEMA;
+pub(crate) use output::{Acquired, OutputFile, folder_of};
+pub(crate) use write::{BatchCounts, LayerPerf, LayerRecord, MoeHot, Profile, Summary, ratio};

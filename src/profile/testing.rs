@@ -1,6 +1,8 @@
 //! Profiles for unit tests.
 
-use super::{LayerPerf, ModelId, Profile, SCHEMA, Summary};
+use super::fingerprint::ModelId;
+use super::format::SCHEMA;
+use super::write::{LayerPerf, Profile, Summary};
 
 /// A profile of the model whose one tensor has this fingerprint; `count` requests of expert 7.
 pub(crate) fn profile(fingerprint: &str, count: u64) -> Profile {

@@ -4,15 +4,26 @@
 //! Then a row of column names, of which `phase` (0 prompt, 1 decode), `layer` and `expert` are needed, `turn` and `step`
 //! tell tokens apart, and the rest is passed over. Rows of one token and layer follow each other.
 
-use super::Calls;
-use super::{LayerInfo, LayerTrace, MAX_EXPERTS, MAX_LAYERS, Trace, TraceFault};
+use super::calls::Calls;
+use super::data::{LayerInfo, LayerTrace, MAX_EXPERTS, MAX_LAYERS, Trace};
+use super::error::TraceError;
 use crate::units::Expert;
+use csv::{ReaderBuilder, StringRecord, Terminator, Trim};
 use std::collections::BTreeMap;
 
 /// The longest line, in bytes.
 const MAX_LINE: usize = 4096;
 /// The most that is repeated of a value, in characters.
 const MAX_SHOWN: usize = 40;
+/// What some editors put before a text. The crate passes over it; we do not take such a file.
+const BYTE_ORDER_MARK: &[u8] = "\u{feff}".as_bytes();
+
+/// The lines before the column names.
+#[derive(Default)]
+struct Preamble {
+    n_expert: Option<u16>,
+    expert_bytes: BTreeMap<u16, u64>,
+}
 
 /// Where the columns are that we need.
 struct Columns {
@@ -35,7 +46,6 @@ struct Key {
 #[derive(Default)]
 struct Reading {
     n_expert: Option<u16>,
-    expert_bytes: BTreeMap<u16, u64>,
     layers: BTreeMap<u16, (Calls, Calls)>,
     /// The token and layer whose experts are being gathered.
     open: Option<Key>,
@@ -44,57 +54,99 @@ struct Reading {
     max_used: BTreeMap<u16, usize>,
 }
 
-pub fn read(text: &[u8]) -> Result<Trace, TraceFault> {
-    let mut reading = Reading::default();
-    let mut columns = None;
-    for (number, line) in (1..).zip(text.split(|&byte| byte == b'\n')) {
-        let line = line.strip_suffix(b"\r").unwrap_or(line);
-        let line = std::str::from_utf8(line).ok().filter(|line| line.len() <= MAX_LINE);
-        match (&columns, line) {
-            (None, None) => return Err(TraceFault::NotATrace),
-            (_, None) => return Err(TraceFault::Line { line: number }),
-            (_, Some("")) => {}
-            (_, Some(line)) if line.starts_with('#') => reading.comment(number, line)?,
-            (None, Some(line)) => columns = Some(Columns::find(line).ok_or(TraceFault::NotATrace)?),
-            (Some(columns), Some(line)) => reading.row(columns, number, line)?,
+/// Reads the text of a file.
+pub fn read(text: &[u8]) -> Result<Trace, TraceError> {
+    let (preamble, start) = Preamble::read(text)?;
+    let table = &text[start..];
+    if table.starts_with(BYTE_ORDER_MARK) {
+        return Err(TraceError::NotATrace);
+    }
+    let mut rows = ReaderBuilder::new()
+        .has_headers(false) // a first row that is no row of names is not to be taken for one
+        .flexible(true)
+        .quoting(false)
+        .terminator(Terminator::Any(b'\n'))
+        .trim(Trim::All)
+        .comment(Some(b'#'))
+        .from_reader(table);
+    let mut row = StringRecord::new();
+    if !rows.read_record(&mut row).is_ok_and(|has_names| has_names && row.as_slice().len() <= MAX_LINE) {
+        return Err(TraceError::NotATrace);
+    }
+    let columns = Columns::find(&row).ok_or(TraceError::NotATrace)?;
+    let mut reading = Reading { n_expert: preamble.n_expert, ..Reading::default() };
+    loop {
+        let has_row = rows.read_record(&mut row);
+        // Counted only for a message; the crate's own number is that of the blank lines before the row.
+        let line = || line_before(text, start + rows.position().byte() as usize);
+        match has_row {
+            Ok(false) => break,
+            Ok(true) if row.as_slice().len() > MAX_LINE => return Err(TraceError::Line { line: line() }),
+            Ok(true) if row.as_slice().is_empty() && row.len() == 1 => {} // a carriage return alone
+            Ok(true) => reading.row(&columns, &row, line)?,
+            Err(_) => return Err(TraceError::Line { line: line() }),
         }
     }
     reading.close();
-    columns.map_or(Err(TraceFault::NotATrace), |_| Ok(reading.trace()))
+    Ok(reading.trace(&preamble.expert_bytes))
+}
+
+/// The number of the line that ends right before byte `end`, from 1.
+fn line_before(text: &[u8], end: usize) -> usize {
+    1 + text[..end.saturating_sub(1)].iter().filter(|&&byte| byte == b'\n').count()
+}
+
+impl Preamble {
+    /// Reads the lines before the column names, and finds where those begin.
+    fn read(text: &[u8]) -> Result<(Self, usize), TraceError> {
+        let (mut preamble, mut start) = (Self::default(), 0);
+        for (number, line) in (1..).zip(text.split_inclusive(|&byte| byte == b'\n')) {
+            let trimmed = line.trim_ascii();
+            if trimmed.starts_with(b"#") {
+                let text = str::from_utf8(trimmed).ok().filter(|_| line.len() <= MAX_LINE);
+                preamble.comment(number, text.ok_or(TraceError::NotATrace)?)?;
+            } else if !trimmed.is_empty() {
+                return Ok((preamble, start));
+            }
+            start += line.len();
+        }
+        Err(TraceError::NotATrace)
+    }
+
+    /// `# model=… n_expert=N …` or `# layer=L expert_bytes=N …`.
+    fn comment(&mut self, line: usize, text: &str) -> Result<(), TraceError> {
+        let value = |name: &str| text.split_whitespace().find_map(|word| word.strip_prefix(name)?.strip_prefix('='));
+        if let Some(text) = value("n_expert") {
+            let expected = || format!("a whole number from 1 to {MAX_EXPERTS}");
+            let known = text.parse().ok().filter(|n| (1..=MAX_EXPERTS).contains(n));
+            self.n_expert = Some(known.ok_or_else(|| field(line, "n_expert", text, expected()))?);
+        }
+        if let (Some(layer), Some(text)) = (value("layer"), value("expert_bytes")) {
+            let expected = || "a whole number".to_owned();
+            let layer = layer.parse().map_err(|_| field(line, "layer", layer, expected()))?;
+            let bytes = text.parse().map_err(|_| field(line, "expert_bytes", text, expected()))?;
+            self.expert_bytes.insert(layer, bytes);
+        }
+        Ok(())
+    }
 }
 
 impl Columns {
-    fn find(line: &str) -> Option<Self> {
-        let find = |name| line.split(',').position(|column| column.trim() == name);
+    fn find(names: &StringRecord) -> Option<Self> {
+        let find = |name| names.iter().position(|column| column == name);
         let (phase, layer, expert) = (find("phase")?, find("layer")?, find("expert")?);
         Some(Self { turn: find("turn"), phase, step: find("step"), layer, expert })
     }
 }
 
 impl Reading {
-    /// `# model=… n_expert=N …` or `# layer=L expert_bytes=N …`.
-    fn comment(&mut self, number: usize, line: &str) -> Result<(), TraceFault> {
-        let value = |name: &str| line.split_whitespace().find_map(|word| word.strip_prefix(name)?.strip_prefix('='));
-        if let Some(text) = value("n_expert") {
-            let expected = || format!("a whole number from 1 to {MAX_EXPERTS}");
-            let known = text.parse().ok().filter(|n| (1..=MAX_EXPERTS).contains(n));
-            self.n_expert = Some(known.ok_or_else(|| field(number, "n_expert", text, expected()))?);
-        }
-        if let (Some(layer), Some(text)) = (value("layer"), value("expert_bytes")) {
-            let expected = || "a whole number".to_owned();
-            let layer = layer.parse().map_err(|_| field(number, "layer", layer, expected()))?;
-            let bytes = text.parse().map_err(|_| field(number, "expert_bytes", text, expected()))?;
-            self.expert_bytes.insert(layer, bytes);
-        }
-        Ok(())
-    }
-
-    fn row(&mut self, columns: &Columns, number: usize, line: &str) -> Result<(), TraceFault> {
-        let text = |column: usize| line.split(',').nth(column).unwrap_or_default().trim();
+    /// Takes one row; `line` counts its line number.
+    fn row(&mut self, columns: &Columns, row: &StringRecord, line: impl Fn() -> usize) -> Result<(), TraceError> {
         let whole = |name, column: Option<usize>, end: u32| {
             let Some(column) = column else { return Ok(0) };
-            let value = text(column).parse::<u32>().ok().filter(|&value| value < end);
-            value.ok_or_else(|| field(number, name, text(column), format!("a whole number below {end}")))
+            let text = row.get(column).unwrap_or_default();
+            let value = text.parse::<u32>().ok().filter(|&value| value < end);
+            value.ok_or_else(|| field(line(), name, text, format!("a whole number below {end}")))
         };
         let layer = whole("layer", Some(columns.layer), 1 << 16)? as u16;
         let n_expert = self.n_expert.unwrap_or(MAX_EXPERTS);
@@ -107,11 +159,11 @@ impl Reading {
             self.open = Some(key);
         }
         if self.experts.contains(&Expert(expert)) {
-            return Err(TraceFault::Twice { line: number, expert });
+            return Err(TraceError::Twice { line: line(), expert });
         }
         self.experts.push(Expert(expert));
         self.max_expert = self.max_expert.max(expert);
-        if self.layers.len() > MAX_LAYERS { Err(TraceFault::TooManyLayers) } else { Ok(()) }
+        if self.layers.len() > MAX_LAYERS { Err(TraceError::TooManyLayers) } else { Ok(()) }
     }
 
     /// The experts of one token and layer are complete.
@@ -125,17 +177,17 @@ impl Reading {
         self.experts.clear();
     }
 
-    fn trace(self) -> Trace {
+    fn trace(self, expert_bytes: &BTreeMap<u16, u64>) -> Trace {
         let n_expert = self.n_expert.unwrap_or(self.max_expert + 1);
         let layer = |(layer, (prompt, decode)): (u16, (Calls, Calls))| {
             let n_used = self.max_used.get(&layer).and_then(|&n_used| u16::try_from(n_used).ok()).unwrap_or(n_expert);
-            let expert_bytes = self.expert_bytes.get(&layer).copied();
+            let expert_bytes = expert_bytes.get(&layer).copied();
             LayerTrace { info: LayerInfo { layer, n_expert, n_used, expert_bytes }, prompt, decode }
         };
         Trace { fingerprint: None, layers: self.layers.into_iter().map(layer).collect(), is_cut: false }
     }
 }
 
-fn field(line: usize, column: &'static str, value: &str, expected: String) -> TraceFault {
-    TraceFault::Field { line, column, value: value.chars().take(MAX_SHOWN).collect(), expected }
+fn field(line: usize, column: &'static str, value: &str, expected: String) -> TraceError {
+    TraceError::Field { line, column, value: value.chars().take(MAX_SHOWN).collect(), expected }
 }

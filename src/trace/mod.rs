@@ -1,98 +1,21 @@
 //! Recorded routing: which experts each call of each layer used, in order. docs/traces.md describes both formats.
 //!
 //! Written by [`TraceWriter`] while a model runs; read whole, and trusting nothing, by [`Trace::read`].
+#![forbid(unsafe_code)]
 
 mod binary;
 mod calls;
 mod csv;
-mod fault;
+mod data;
+mod error;
+mod read;
 #[cfg(test)]
 mod tests;
 mod writer;
 
-pub use binary::MAGIC;
 pub use calls::Calls;
-pub use fault::TraceFault;
+pub use data::{LayerInfo, LayerTrace, Trace};
+pub use error::{TraceError, TraceWriteError};
 pub use writer::TraceWriter;
 
-use crate::{Error, Result};
-use std::fs::File;
-use std::io::Read;
-use std::path::Path;
-
-/// Larger files are not read: 20 bytes per request and CSV row leave room for 50 million requests.
-pub const MAX_MIB: u64 = 1024;
-/// The most experts a layer may have; known models have up to 512.
-pub const MAX_EXPERTS: u16 = 4096;
-/// The most layers.
-pub const MAX_LAYERS: usize = 1024;
-
-/// What a trace says of a layer itself.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct LayerInfo {
-    /// Layer number.
-    pub layer: u16,
-    /// Experts in the layer, 1 to [`MAX_EXPERTS`].
-    pub n_expert: u16,
-    /// Experts per token.
-    pub n_used: u16,
-    /// Bytes of one expert's weights, if known.
-    pub expert_bytes: Option<u64>,
-}
-
-/// One layer's part of a trace.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct LayerTrace {
-    /// The layer.
-    pub info: LayerInfo,
-    /// Calls before the first decoded token.
-    pub prompt: Calls,
-    /// All others.
-    pub decode: Calls,
-}
-
-/// A whole trace.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Trace {
-    /// Of the model, 16 hex digits, if the trace says so.
-    pub fingerprint: Option<String>,
-    /// In the order of their numbers; at least one.
-    pub layers: Vec<LayerTrace>,
-    /// Whether the file ends in the middle of a record, as it does when its program was killed; the rest is sound.
-    pub is_cut: bool,
-}
-
-impl Trace {
-    /// Reads a trace of either format.
-    pub fn read(path: &Path) -> Result<Self> {
-        let io = |source| Error::Io { path: path.into(), action: "cannot read", error: source };
-        let bad = |what| Error::BadTrace { path: path.into(), what };
-        let file = File::open(path).map_err(io)?;
-        if !file.metadata().map_err(io)?.is_file() {
-            return Err(bad(TraceFault::NotRegular));
-        }
-        let mut text = Vec::new();
-        file.take((MAX_MIB << 20) + 1).read_to_end(&mut text).map_err(io)?;
-        Self::from_slice(&text).map_err(bad)
-    }
-
-    /// Reads what a file holds.
-    pub fn from_slice(bytes: &[u8]) -> Result<Self, TraceFault> {
-        if bytes.len() as u64 > MAX_MIB << 20 {
-            return Err(TraceFault::TooLarge);
-        }
-        let trace = match bytes.strip_prefix(binary::MAGIC) {
-            Some(records) => binary::read(records)?,
-            None => csv::read(bytes)?,
-        };
-        if trace.layers.iter().all(|layer| layer.decode.is_empty()) {
-            return Err(TraceFault::NoDecode);
-        }
-        Ok(trace)
-    }
-
-    /// Decoded tokens: those of the layer that has most.
-    pub fn n_tokens(&self) -> u64 {
-        self.layers.iter().map(|layer| layer.decode.n_tokens()).max().unwrap_or(0)
-    }
-}
+pub(crate) use binary::MAGIC;

@@ -1,6 +1,8 @@
+use super::data::MAX_EXPERTS;
 use super::*;
 use crate::units::Expert;
 use proptest::prelude::*;
+use std::path::Path;
 
 const INFO: LayerInfo = LayerInfo { layer: 3, n_expert: 8, n_used: 2, expert_bytes: Some(100) };
 const WIDE: LayerInfo = LayerInfo { layer: 5, n_expert: 300, n_used: 1, expert_bytes: None };
@@ -22,8 +24,12 @@ fn written() -> Vec<u8> {
     writer.into_inner()
 }
 
-fn fault(bytes: &[u8]) -> TraceFault {
+fn refusal(bytes: &[u8]) -> TraceError {
     Trace::from_slice(bytes).unwrap_err()
+}
+
+fn assert_refused(bytes: &[u8], expected: &TraceError) {
+    assert_eq!(format!("{:?}", refusal(bytes)), format!("{expected:?}"), "{:?}", String::from_utf8_lossy(bytes));
 }
 
 fn csv(rows: &str) -> Vec<u8> {
@@ -49,7 +55,8 @@ fn a_trace_that_was_cut_anywhere_is_read_up_to_there() {
     for length in 0..whole.len() {
         match Trace::from_slice(&whole[..length]) {
             Ok(trace) => assert!(trace.n_tokens() >= 1),
-            Err(fault) => assert!([TraceFault::NotATrace, TraceFault::NoDecode].contains(&fault), "{length}: {fault}"),
+            Err(TraceError::NotATrace | TraceError::NoDecode) => {}
+            Err(error) => panic!("{length}: {error}"),
         }
     }
     assert!(Trace::from_slice(&whole[..whole.len() - 1]).unwrap().is_cut);
@@ -73,18 +80,18 @@ fn hostile_records_are_refused_with_what_and_where() {
         [&b"L\x03\0"[..], &n_expert.to_le_bytes(), &n_used.to_le_bytes(), &[0; 8]].concat()
     };
     let then = |more: &[u8]| with(&[&layer(8, 2), more].concat());
-    assert_eq!(fault(&with(b"X")), TraceFault::Kind { offset: 16, kind: b'X' });
-    assert_eq!(fault(&with(b"M0123456789abcdeZ")), TraceFault::Fingerprint { offset: 16 });
+    assert_refused(&with(b"X"), &TraceError::Kind { offset: 16, kind: b'X' });
+    assert_refused(&with(b"M0123456789abcdeZ"), &TraceError::Fingerprint { offset: 16 });
     for (n_expert, n_used) in [(0, 0), (8, 0), (8, 9), (MAX_EXPERTS + 1, 1)] {
-        assert!(matches!(fault(&with(&layer(n_expert, n_used))), TraceFault::Layer { .. }));
+        assert!(matches!(refusal(&with(&layer(n_expert, n_used))), TraceError::Layer { .. }));
     }
-    assert_eq!(fault(&with(b"B\x03\0\x01\0\0\0")), TraceFault::UnknownLayer { offset: 16, layer: 3 });
-    assert_eq!(fault(&then(&layer(8, 2))), TraceFault::LayerTwice { offset: 31, layer: 3 });
-    assert_eq!(fault(&then(b"B\x03\0\0\0")), TraceFault::NoTokens { offset: 31, layer: 3 });
-    let expert = TraceFault::Expert { offset: 31, layer: 3, expert: 9, n_expert: 8 };
-    assert_eq!(fault(&then(b"B\x03\0\x01\0\x01\x09")), expert);
-    assert_eq!(fault(&then(b"B\x03\0\xff\xff\x01")), TraceFault::NoDecode, "ends within a huge batch");
-    assert_eq!(fault(&with(b"")), TraceFault::NoDecode);
+    assert_refused(&with(b"B\x03\0\x01\0\0\0"), &TraceError::UnknownLayer { offset: 16, layer: 3 });
+    assert_refused(&then(&layer(8, 2)), &TraceError::LayerTwice { offset: 31, layer: 3 });
+    assert_refused(&then(b"B\x03\0\0\0"), &TraceError::NoTokens { offset: 31, layer: 3 });
+    let expert = TraceError::Expert { offset: 31, layer: 3, expert: 9, n_expert: 8 };
+    assert_refused(&then(b"B\x03\0\x01\0\x01\x09"), &expert);
+    assert_refused(&then(b"B\x03\0\xff\xff\x01"), &TraceError::NoDecode); // ends within a huge batch
+    assert_refused(&with(b""), &TraceError::NoDecode);
 }
 
 #[test]
@@ -110,29 +117,32 @@ fn hostile_csv_is_refused_with_line_and_column() {
         ("0,1,0,0,0,1\n0,1,0,0,1,1", "line 6: expert 1 is there twice"),
         ("0,0,0,0,0,1", "holds no decoded token"),
         ("0,1,0,0,0,1\n\u{7f}", "line 6: layer is \"\""),
+        ("0,1,0,0,0,1\n\n\r\n# n_expert=9\n0,1,1,0,0,8", "line 9: expert is \"8\""),
+        ("0,1,0,0,0,1\r\n0,1,1,0,0,8\r\n0,1,2,0,0,1", "line 6: expert is \"8\""),
     ] {
-        let message = fault(&csv(row)).to_string();
+        let message = refusal(&csv(row)).to_string();
         assert!(message.starts_with(said), "{row}: {message}");
     }
-    assert_eq!(fault(&[csv("0,1,0,0,0,1\n"), vec![0xff, 0xfe]].concat()), TraceFault::Line { line: 6 });
-    assert_eq!(fault(csv(&"9".repeat(5000)).as_slice()), TraceFault::Line { line: 5 });
+    assert_refused(&[csv("0,1,0,0,0,1\n"), vec![0xff, 0xfe]].concat(), &TraceError::Line { line: 6 });
+    assert_refused(csv(&"9".repeat(5000)).as_slice(), &TraceError::Line { line: 5 });
     for text in ["", "\n", "GGUF\0", "{\"schema\":1}", "layer,expert\n0,1\n", "\u{feff}phase,layer,expert"] {
-        assert_eq!(fault(text.as_bytes()), TraceFault::NotATrace, "{text:?}");
+        assert_refused(text.as_bytes(), &TraceError::NotATrace);
     }
-    assert!(fault(b"# n_expert=5000\nphase,layer,expert\n").to_string().contains("from 1 to 4096"));
+    assert!(refusal(b"# n_expert=5000\nphase,layer,expert\n").to_string().contains("from 1 to 4096"));
 }
 
 #[test]
 fn more_layers_than_any_model_has_are_refused() {
     let rows: String = (0..2000).map(|layer| format!("0,1,0,{layer},0,1\n")).collect();
-    assert_eq!(fault(&csv(&rows)), TraceFault::TooManyLayers);
+    assert_refused(&csv(&rows), &TraceError::TooManyLayers);
 }
 
 #[test]
 fn what_is_no_file_is_refused() {
     let message = Trace::read(Path::new("/dev/null")).unwrap_err().to_string();
     assert!(message.contains("/dev/null: is not a regular file"), "{message}");
-    assert!(Trace::read(Path::new("/nowhere/at/all")).is_err());
+    let message = Trace::read(Path::new("/nowhere/at/all")).unwrap_err().to_string();
+    assert!(message.starts_with("/nowhere/at/all: cannot read: "), "{message}");
 }
 
 proptest! {

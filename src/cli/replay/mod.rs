@@ -6,7 +6,7 @@ mod report;
 
 use super::failure::{Failure, OrFail};
 use crate::cache::policy::CopyCost;
-use crate::profile::Demand;
+use crate::profile::RecordedProfile;
 use crate::trace::Trace;
 use anyhow::{Context, Result, bail, ensure};
 use clap::{Args, ValueEnum};
@@ -82,7 +82,7 @@ pub fn replay(args: &ReplayArgs) -> Result<(), Failure> {
 }
 
 fn rows(args: &ReplayArgs) -> Result<Vec<Row>> {
-    let profile = args.profile.as_deref().map(Demand::read).transpose().context("--profile")?;
+    let profile = args.profile.as_deref().map(RecordedProfile::read).transpose().context("--profile")?;
     let policies = policies(&args.policy, profile.is_some());
     if profile.is_none() {
         ensure!(args.warm != Warm::Profile, "--warm profile: expected --profile FILE too");
@@ -137,11 +137,11 @@ fn policies(asked: &[PolicyName], has_profile: bool) -> Vec<PolicyName> {
 }
 
 /// A profile that counts experts which the trace's model does not have is another model's.
-fn check_profile(trace: &Trace, profile: &Demand) -> Result<()> {
+fn check_profile(trace: &Trace, profile: &RecordedProfile) -> Result<()> {
     for layer in &trace.layers {
-        let Some(demand) = profile.layers.get(&layer.info.layer.into()) else { continue };
+        let Some(recorded) = profile.layers.get(&layer.info.layer.into()) else { continue };
         let n_expert = u32::from(layer.info.n_expert);
-        if let Some(&(id, _)) = demand.requests.iter().find(|&&(id, _)| id >= n_expert) {
+        if let Some(&(id, _)) = recorded.requests.iter().find(|&&(id, _)| id >= n_expert) {
             bail!("layer {}: counts expert {id}; expected numbers below {n_expert}, as in the trace", layer.info.layer);
         }
     }

@@ -2,7 +2,7 @@
 
 use super::names::{PolicyName, Warm};
 use crate::cache::policy::{AdmissionRule, Blend, CopyCost, Policy, ReplacementPolicy, Weights, ranks, worth_of_ranks};
-use crate::profile::Demand;
+use crate::profile::RecordedProfile;
 use crate::replay::policies::{Belady, Fixed, Lfu, LookAhead, Lru};
 use crate::replay::{Replay, Settings, Tally};
 use crate::trace::{Calls, LayerTrace, Trace};
@@ -15,7 +15,7 @@ pub struct Case<'a> {
     pub warm: Warm,
     pub cost: CopyCost,
     pub look_ahead: bool,
-    pub profile: Option<&'a Demand>,
+    pub profile: Option<&'a RecordedProfile>,
 }
 
 /// What came of it, over all layers.
@@ -71,7 +71,7 @@ fn play_layer(layer: &LayerTrace, before: Option<&LayerTrace>, case: &Case<'_>) 
     }
     if case.warm == Warm::Profile || case.policy == PolicyName::Fixed {
         let counted = case.profile.and_then(|profile| profile.layers.get(&info.layer.into()));
-        let counted = counted.into_iter().flat_map(|demand| &demand.requests);
+        let counted = counted.into_iter().flat_map(|recorded| &recorded.requests);
         counted.for_each(|&(expert, _)| is_known[expert as usize] = true);
     }
     replay.preload(|expert| is_known[usize::from(expert.0)]);
@@ -107,8 +107,8 @@ fn belady(layer: &LayerTrace, case: &Case<'_>) -> Belady {
 /// What the profile says of the layer's experts, as uses per token, `[n_expert]`.
 fn profile_worth(layer: &LayerTrace, case: &Case<'_>) -> Vec<f32> {
     let mut counts = vec![0.0; layer.info.n_expert.into()];
-    let demand = case.profile.and_then(|profile| profile.layers.get(&layer.info.layer.into()));
-    for &(expert, count) in demand.into_iter().flat_map(|demand| &demand.requests) {
+    let recorded = case.profile.and_then(|profile| profile.layers.get(&layer.info.layer.into()));
+    for &(expert, count) in recorded.into_iter().flat_map(|recorded| &recorded.requests) {
         counts[expert as usize] = count as f32;
     }
     worth_of_ranks(&ranks(&counts), layer.info.n_used)

@@ -6,7 +6,7 @@ use crate::ggml::{BufferType, Device, Level, log};
 use crate::lanes::{pool_tensor, try_out};
 use crate::moe::Shape;
 use crate::options::Config;
-use crate::profile;
+use crate::profile::{RecordedLayer, RecordedProfile};
 use crate::runtime::model::Model;
 use crate::runtime::model::expert_tensor::ExpertTensor;
 use crate::runtime::model::layer::{Layer, LayerInfo};
@@ -99,7 +99,7 @@ pub struct Candidates {
 
 impl Candidates {
     /// Looks at every layer of `model`.
-    pub fn of(model: &Model, profile: &profile::Demand, device: Device, config: &Config) -> Result<Self> {
+    pub fn of(model: &Model, profile: &RecordedProfile, device: Device, config: &Config) -> Result<Self> {
         let kind = device.buffer_type().ok_or(Error::Ggml("a buffer type of the device"))?;
         let (mut layers, mut refused) = (Vec::new(), BTreeMap::<String, BTreeSet<u32>>::new());
         for layer in model.layers() {
@@ -149,7 +149,7 @@ impl Candidates {
 
 fn candidate(
     layer: &Arc<Layer>,
-    recorded: Option<&profile::LayerDemand>,
+    recorded: Option<&RecordedLayer>,
     device: Device,
     kind: BufferType,
     config: &Config,
@@ -197,7 +197,7 @@ fn tensor_bytes(tensors: &[ExpertTensor], kind: BufferType) -> Result<Vec<Tensor
 }
 
 /// A layer's requests by expert, `[n_expert]`; `None` if the profile lacks the layer.
-fn counts(recorded: Option<&profile::LayerDemand>, n_expert: u16) -> Result<Option<Vec<u64>>, NotCached> {
+fn counts(recorded: Option<&RecordedLayer>, n_expert: u16) -> Result<Option<Vec<u64>>, NotCached> {
     let Some(recorded) = recorded else { return Ok(None) };
     if let Some(theirs) = recorded.n_expert.filter(|&theirs| theirs != u32::from(n_expert)) {
         return Err(NotCached::OtherExperts { theirs, ours: n_expert });
@@ -211,7 +211,7 @@ fn counts(recorded: Option<&profile::LayerDemand>, n_expert: u16) -> Result<Opti
 }
 
 /// What an earlier run has learnt: the worth of each expert, by its ranks or else by its counts, and who was resident.
-fn learnt(recorded: Option<&profile::LayerDemand>, demand: &LayerDemand) -> (Vec<f32>, Vec<Expert>) {
+fn learnt(recorded: Option<&RecordedLayer>, demand: &LayerDemand) -> (Vec<f32>, Vec<Expert>) {
     let mut by_rank = vec![0; demand.n_expert.into()];
     let Some(recorded) = recorded else { return (worth_of_ranks(&by_rank, demand.n_used), Vec::new()) };
     for &(expert, rank) in &recorded.ranks {

@@ -13,7 +13,7 @@ use crate::device::cuda;
 use crate::ggml::{Device, Level, Memory, log};
 use crate::lanes::pool_tensor;
 use crate::options::Config;
-use crate::profile::Demand;
+use crate::profile::RecordedProfile;
 use crate::runtime::model::Model;
 use crate::runtime::model::cache_handle::CacheHandle;
 use crate::runtime::model::fetch_queue::Fetch;
@@ -132,12 +132,12 @@ impl<'a> Fill<'a> {
     }
 
     /// The profile to begin with: what was read first. The file holds what this process has saved since.
-    fn profile(&self) -> Result<Option<&'a Demand>, NoCache> {
+    fn profile(&self) -> Result<Option<&'a RecordedProfile>, NoCache> {
         if let Some(profile) = self.model.starting().get() {
             return Ok(Some(profile));
         }
         let Some(path) = &self.config.hot_cache else { return Ok(None) };
-        let profile = Demand::read(path)?;
+        let profile = RecordedProfile::read(path)?;
         // The launcher has compared profile and model where it could; here is what is really loaded.
         if profile.model.as_ref().is_some_and(|recorded| !recorded.is_same_model(&self.model.id())) {
             return Err(NoCache::OtherModel);

@@ -12,7 +12,8 @@ pub mod policy;
 pub mod refill;
 
 use crate::ggml::Tensor;
-use crate::profile::{Counts, Demand, ModelId, TensorId, combine_fingerprints, layer_number};
+use crate::profile::{Counts, ModelId, RecordedProfile, TensorId, combine_fingerprints};
+use crate::units::layer_number;
 use expert_tensor::WeightKey;
 use layer::Layer;
 use refill::Refill;
@@ -33,13 +34,13 @@ pub struct Model {
 /// The profile that a model's cache began with.
 #[derive(Default)]
 pub struct StartingProfile {
-    read: OnceLock<Demand>,
+    read: OnceLock<RecordedProfile>,
     is_settled: AtomicBool,
 }
 
 impl StartingProfile {
     /// Notes the profile; the first counts, and is returned.
-    pub fn set(&self, profile: Demand) -> &Demand {
+    pub fn set(&self, profile: RecordedProfile) -> &RecordedProfile {
         let profile = self.read.get_or_init(|| profile);
         self.settle();
         profile
@@ -56,7 +57,7 @@ impl StartingProfile {
     }
 
     /// The profile, if one was read.
-    pub fn get(&self) -> Option<&Demand> {
+    pub fn get(&self) -> Option<&RecordedProfile> {
         self.read.get()
     }
 }

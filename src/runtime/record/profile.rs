@@ -2,8 +2,8 @@
 
 use crate::options::Config;
 use crate::profile::{
-    BatchCounts, Count, Counter, Counts, Demand, LayerDemand, LayerPerf, LayerRecord, MoeHot, Profile, SCHEMA, Summary,
-    combine_fingerprints, ratio,
+    BatchCounts, Count, Counter, Counts, LayerPerf, LayerRecord, MoeHot, Profile, RecordedLayer, RecordedProfile,
+    SCHEMA, Summary, combine_fingerprints, ratio,
 };
 use crate::runtime::model::layer::Layer;
 use crate::runtime::model::{Model, Tensors, model_id};
@@ -110,7 +110,7 @@ pub fn learnt(config: &Config, model: &Model) -> Profile {
     profile
 }
 
-fn add_earlier(layer: &mut LayerPerf, earlier: &LayerDemand) {
+fn add_earlier(layer: &mut LayerPerf, earlier: &RecordedLayer) {
     let weight = 0.5f64.powf(layer.calls as f64 / HALF_LIFE_CALLS);
     let mut counts: BTreeMap<u32, u64> = layer.experts.iter().copied().collect();
     for &(expert, count) in &earlier.requests {
@@ -119,14 +119,14 @@ fn add_earlier(layer: &mut LayerPerf, earlier: &LayerDemand) {
     layer.experts = counts.into_iter().filter(|&(_, count)| count > 0).collect();
 }
 
-fn keep(record: &mut LayerRecord, earlier: &LayerDemand) {
+fn keep(record: &mut LayerRecord, earlier: &RecordedLayer) {
     let rank = |&(expert, rank): &Count| Some((expert, u16::try_from(rank).ok()?));
     record.ranks = earlier.ranks.iter().filter_map(rank).collect();
     record.resident.clone_from(&earlier.resident);
 }
 
 /// Layers that this session has not computed, as they were.
-fn add_missing(profile: &mut Profile, earlier: &Demand) {
+fn add_missing(profile: &mut Profile, earlier: &RecordedProfile) {
     for (&layer, known) in &earlier.layers {
         if profile.layers.iter().any(|seen| seen.layer == layer) {
             continue;

@@ -1,8 +1,8 @@
 //! A profile's way to its file: which file it may take, and when there is something new to write.
 
-use crate::ggml::{Level, log};
-use crate::profile::{OutputFile, Profile};
 use crate::{Error, Result};
+use crate::ggml::{Level, log};
+use crate::profile::{Acquired, OutputFile, Profile};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
@@ -30,13 +30,14 @@ impl Sink {
 
     /// The same to this file and no other: if it is another model's, or held by someone, to none.
     pub fn save_in_place(&mut self, path: &Path, calls: u64, profile: impl FnOnce() -> Profile, failing: &AtomicBool) {
-        let settle = |path: &Path, profile: &Profile| match OutputFile::claim(path, profile)? {
-            Some(file) => Ok(Output::File(file)),
-            None => {
+        let settle = |path: &Path, profile: &Profile| match OutputFile::acquire(path, profile)? {
+            Acquired::File(file) => Ok(Output::File(file)),
+            Acquired::Taken => {
                 let path = path.display();
                 log(Level::Info, &format!("{path} is held by another program or model: what is learnt is not kept"));
                 Ok(Output::Nowhere)
             }
+            Acquired::NotAProfile(error) => Err(Error::file(path, error)),
         };
         self.save_with(settle, path, calls, profile, failing);
     }
@@ -87,20 +88,19 @@ enum Output {
 /// Writes the profile for the first time: to the file asked for, or to one beside it if that is taken.
 fn settle(asked: &Path, profile: &Profile) -> Result<Output> {
     let tag = profile.model.as_ref().and_then(|id| id.fingerprint.get(..TAG_DIGITS)).unwrap_or("model");
-    match OutputFile::claim(asked, profile) {
-        Ok(Some(file)) => return Ok(Output::File(file)),
-        Ok(None) => {}
-        Err(error @ Error::NotAProfile { .. }) => {
-            log(Level::Warn, &format!("nothing is recorded, this file is not replaced: {error}"));
+    let asked_for = asked.display();
+    match OutputFile::acquire(asked, profile)? {
+        Acquired::File(file) => return Ok(Output::File(file)),
+        Acquired::Taken => {}
+        Acquired::NotAProfile(error) => {
+            log(Level::Warn, &format!("nothing is recorded, this file is not replaced: {asked_for}: {error}"));
             return Ok(Output::Nowhere);
         }
-        Err(error) => return Err(error),
     }
-    let asked_for = asked.display();
     for n in 1..=MAX_FILES_BESIDE {
         let path = beside(asked, tag, n);
-        match OutputFile::claim(&path, profile) {
-            Ok(Some(file)) => {
+        match OutputFile::acquire(&path, profile)? {
+            Acquired::File(file) => {
                 let path = path.display();
                 log(
                     Level::Warn,
@@ -108,8 +108,7 @@ fn settle(asked: &Path, profile: &Profile) -> Result<Output> {
                 );
                 return Ok(Output::File(file));
             }
-            Ok(None) | Err(Error::NotAProfile { .. }) => {}
-            Err(error) => return Err(error),
+            Acquired::Taken | Acquired::NotAProfile(_) => {}
         }
     }
     log(Level::Warn, &format!("nothing is recorded: {asked_for} and {MAX_FILES_BESIDE} files beside it are taken"));

@@ -1,15 +1,20 @@
-//! What can be wrong with a trace. Every fault says what was found and what was expected.
+//! What can be wrong with a trace, read or written. Every error says what was found and what was expected.
 
-use super::{MAX_EXPERTS, MAX_LAYERS, MAX_MIB};
+use super::data::{MAX_EXPERTS, MAX_LAYERS, MAX_MIB};
+use crate::units::Expert;
+use std::io;
 
 /// Why a file cannot be used as a trace.
 #[non_exhaustive]
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum TraceFault {
+#[derive(Debug, thiserror::Error)]
+pub enum TraceError {
+    /// The system does not let us read it.
+    #[error("cannot read: {0}")]
+    Unreadable(#[from] io::Error),
     /// A folder, a pipe or the like.
     #[error("is not a regular file; expected a trace")]
     NotRegular,
-    /// More than [`MAX_MIB`].
+    /// More than 1,024 MiB.
     #[error("is larger than {MAX_MIB} MiB; expected a shorter trace")]
     TooLarge,
     /// Neither format.
@@ -110,5 +115,51 @@ pub enum TraceFault {
         expert: u16,
         /// Experts in the layer.
         n_expert: u16,
+    },
+}
+
+/// Why a record was not written.
+#[non_exhaustive]
+#[derive(Debug, thiserror::Error)]
+pub enum TraceWriteError {
+    /// The system did not let us write.
+    #[error(transparent)]
+    Io(#[from] io::Error),
+    /// A model's fingerprint that is none.
+    #[error("fingerprint {0:?}; expected 16 hex digits")]
+    Fingerprint(String),
+    /// A layer that cannot be.
+    #[error(
+        "layer {layer} has {n_expert} experts, {n_used} per token; expected 1 to {MAX_EXPERTS} and no more per token"
+    )]
+    Layer {
+        /// Layer number.
+        layer: u16,
+        /// Its experts.
+        n_expert: u16,
+        /// Its experts per token.
+        n_used: u16,
+    },
+    /// An expert that the layer does not have.
+    #[error("layer {layer}: expert {expert}; expected a number below {n_expert}")]
+    Expert {
+        /// Layer number.
+        layer: u16,
+        /// What it is.
+        expert: Expert,
+        /// Experts in the layer.
+        n_expert: u16,
+    },
+    /// Ids missing or left over.
+    #[error("layer {layer}: {n_ids} ids; expected {n_tokens} tokens of {n_used}")]
+    Ids {
+        /// Layer number.
+        layer: u16,
+        /// Ids given.
+        n_ids: usize,
+        /// Tokens of the call.
+        n_tokens: u16,
+        /// Experts per token.
+        n_used: u16,
     },
 }

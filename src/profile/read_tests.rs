@@ -1,9 +1,9 @@
 //! Hostile profiles, mutated profiles, and what a good one gives.
 
-use super::fault::{MAX_COUNT, MAX_EXPERTS, MAX_LAYER};
-use super::file::SCHEMA;
+use super::error::ProfileError;
+use super::format::{MAX_COUNT, MAX_EXPERTS, MAX_LAYER, SCHEMA};
+use super::read::RecordedProfile;
 use super::testing::profile;
-use super::{Demand, ProfileFault};
 use crate::Error;
 use proptest::prelude::*;
 use std::fs;
@@ -13,13 +13,13 @@ use std::time::{Duration, Instant};
 
 const CORPUS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/hostile");
 
-fn read(layers: &str) -> Result<Demand, ProfileFault> {
-    Demand::from_slice(format!(r#"{{"schema":"{SCHEMA}","layers":{layers}}}"#).as_bytes())
+fn read(layers: &str) -> Result<RecordedProfile, ProfileError> {
+    RecordedProfile::from_slice(format!(r#"{{"schema":"{SCHEMA}","layers":{layers}}}"#).as_bytes())
 }
 
 fn refusal(path: &Path) -> String {
-    let error = Demand::read(path).unwrap_err();
-    assert!(matches!(error, Error::BadProfile { .. }));
+    let error = RecordedProfile::read(path).unwrap_err();
+    assert!(matches!(&error, Error::File { what, .. } if what.is::<ProfileError>()));
     error.to_string()
 }
 
@@ -40,19 +40,19 @@ fn every_file_of_the_corpus_is_refused_with_its_own_reason() {
 #[test]
 fn our_own_profile_is_read_with_its_model() {
     let profile = profile("a", 9);
-    let demand = Demand::from_slice(&serde_json::to_vec(&profile).unwrap()).unwrap();
-    assert_eq!(demand.model, profile.model);
-    assert_eq!((demand.n_expert, &demand.layers[&0].requests[..]), (Some(8), &[(7, 9)][..]));
+    let recorded = RecordedProfile::from_slice(&serde_json::to_vec(&profile).unwrap()).unwrap();
+    assert_eq!(recorded.model, profile.model);
+    assert_eq!((recorded.n_expert, &recorded.layers[&0].requests[..]), (Some(8), &[(7, 9)][..]));
 }
 
 #[test]
 fn hot_and_cold_counts_are_added_and_experts_stand_in_only_where_both_are_zero() {
-    let demand = read(
+    let recorded = read(
         r#"[{"layer":4,"experts":[[9,9]],"hot_experts":[[3,1],[1,2]],"cold_experts":[[2,0],[1,5]],"more":1},
             {"layer":2,"experts":[[5,6],[4,1],[6,0]],"hot_experts":[[1,0]]},
             {"layer":1}]"#,
     );
-    let layers = demand.unwrap().layers;
+    let layers = recorded.unwrap().layers;
     assert_eq!(layers.keys().collect::<Vec<_>>(), [&1, &2, &4]);
     assert_eq!(layers[&4].requests, [(1, 7), (3, 1)]);
     assert_eq!(layers[&2].requests, [(4, 1), (5, 6)]);
@@ -63,7 +63,7 @@ fn hot_and_cold_counts_are_added_and_experts_stand_in_only_where_both_are_zero()
 fn counts_that_are_too_many_together_are_refused() {
     let experts: Vec<_> = (0..2049).map(|expert| (expert, MAX_COUNT)).collect();
     let layers = serde_json::json!([{"layer": 6, "experts": experts}]);
-    assert!(matches!(read(&layers.to_string()), Err(ProfileFault::Overflow { layer: 6 })));
+    assert!(matches!(read(&layers.to_string()), Err(ProfileError::Overflow { layer: 6 })));
 }
 
 #[test]
@@ -141,18 +141,18 @@ proptest! {
     }
 }
 
-/// What [`Demand`] says of itself.
+/// What [`RecordedProfile`] says of itself.
 fn check_promises(text: &[u8]) {
-    let Ok(demand) = Demand::from_slice(text) else { return };
+    let Ok(recorded) = RecordedProfile::from_slice(text) else { return };
     let mut total = 0u64;
-    for (layer, of_layer) in &demand.layers {
+    for (layer, of_layer) in &recorded.layers {
         assert!(*layer <= MAX_LAYER);
         assert!(of_layer.n_expert.is_none_or(|n| (1..=MAX_EXPERTS).contains(&n)));
         assert!(of_layer.requests.is_sorted_by(|a, b| a.0 < b.0));
         for &(expert, count) in &of_layer.requests {
-            assert!(expert < of_layer.n_expert.or(demand.n_expert).unwrap_or(MAX_EXPERTS) && count > 0);
+            assert!(expert < of_layer.n_expert.or(recorded.n_expert).unwrap_or(MAX_EXPERTS) && count > 0);
             total = total.checked_add(count).unwrap();
         }
     }
-    assert!(total > 0 && !demand.layers.is_empty());
+    assert!(total > 0 && !recorded.layers.is_empty());
 }

@@ -1,29 +1,27 @@
-//! A profile as input: every number is checked here, once, so that nobody who uses a [`Demand`] has to.
+//! The reader of profiles. It checks every number, once, so that nobody who uses a [`RecordedProfile`] has to.
 //!
 //! Profiles come from other programs and other machines; nothing in them is trusted.
 
-use super::fault::{MAX_COUNT, MAX_DEPTH, MAX_EXPERTS, MAX_LAYER, ProfileFault};
-use super::file::{Count, ModelId, SCHEMA};
-use serde::de::value::MapAccessDeserializer;
-use serde::de::{MapAccess, Visitor};
-use serde::{Deserialize, Deserializer};
+use super::error::ProfileError;
+use super::fingerprint::ModelId;
+use super::format::{Count, MAX_COUNT, MAX_EXPERTS, MAX_LAYER, SCHEMA};
+use super::json::{self, Object, short};
+use super::open::read_bytes;
+use crate::{Error, Result};
+use serde::Deserialize;
 use serde_json::Number;
 use std::collections::BTreeMap;
-use std::fmt;
-use std::marker::PhantomData;
+use std::path::Path;
 use std::str;
-
-/// The most that is repeated of a value or a reason, in characters.
-const MAX_SHOWN: usize = 200;
 
 /// What some editors put before a text; JSON has none.
 const BYTE_ORDER_MARK: char = '\u{feff}';
 
 /// How often each expert was asked for in an earlier run.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Demand {
+pub struct RecordedProfile {
     /// By layer number, 0 to 65,535; at least one.
-    pub layers: BTreeMap<u32, LayerDemand>,
+    pub layers: BTreeMap<u32, RecordedLayer>,
     /// Experts per layer, the largest where layers differ, 1 to 65,536, if the profile says so.
     pub n_expert: Option<u32>,
     /// The model that was recorded, if the profile says so; other programs' profiles do not.
@@ -32,7 +30,7 @@ pub struct Demand {
 
 /// How often each expert of one layer was asked for.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct LayerDemand {
+pub struct RecordedLayer {
     /// Experts in this layer, 1 to 65,536, if the profile says so; other programs' profiles do not.
     pub n_expert: Option<u32>,
     /// `(expert, requests)`, ordered by expert, each once, without zeros; empty if nothing was asked for.
@@ -45,18 +43,27 @@ pub struct LayerDemand {
     pub resident: Vec<u32>,
 }
 
-impl Demand {
+impl RecordedProfile {
+    /// Reads the profile at `path`.
+    ///
+    /// Fails with a [`ProfileError`] if it is not a readable regular file (a symbolic link is refused, its folders may be
+    /// links), or if anything in it is not as expected.
+    pub fn read(path: &Path) -> Result<Self> {
+        let profile = read_bytes(path).and_then(|text| Self::from_slice(&text));
+        profile.map_err(|what| Error::file(path, what))
+    }
+
     /// Reads the text of a profile.
     ///
     /// Of each layer `hot_experts` and `cold_experts` are added up if they count anything, else `experts` is taken,
-    /// as all readers of the schema do. Fails with the first fault found.
-    pub fn from_slice(text: &[u8]) -> Result<Self, ProfileFault> {
+    /// as all readers of the schema do. Fails with the first error found.
+    pub fn from_slice(text: &[u8]) -> Result<Self, ProfileError> {
         let file = parse(text)?;
         if file.schema != SCHEMA {
-            return Err(ProfileFault::Schema(short(&file.schema)));
+            return Err(ProfileError::Schema(short(&file.schema)));
         }
         if file.layers.is_empty() {
-            return Err(ProfileFault::NoLayers);
+            return Err(ProfileError::NoLayers);
         }
         let n_expert = of_model(file.n_expert)?;
         let mut learnt = by_layer(file.moe_hot.map(|section| section.0.layers).unwrap_or_default())?;
@@ -68,20 +75,20 @@ impl Demand {
             let own = (own > 0).then_some(own);
             let requests = entry.requests(layer, own.or(n_expert).unwrap_or(MAX_EXPERTS))?;
             for &(_, count) in &requests {
-                total = total.checked_add(count).ok_or(ProfileFault::Overflow { layer })?;
+                total = total.checked_add(count).ok_or(ProfileError::Overflow { layer })?;
             }
-            if layers.insert(layer, LayerDemand { n_expert: own, requests, ranks, resident }).is_some() {
-                return Err(ProfileFault::DuplicateLayer { section: "layers", layer });
+            if layers.insert(layer, RecordedLayer { n_expert: own, requests, ranks, resident }).is_some() {
+                return Err(ProfileError::DuplicateLayer { section: "layers", layer });
             }
         }
         if total == 0 {
-            return Err(ProfileFault::NoCounts);
+            return Err(ProfileError::NoCounts);
         }
         Ok(Self { layers, n_expert, model: file.model.map(|model| model.0) })
     }
 }
 
-/// The fields that are read. Numbers are kept as they stand, lest a bad one be told without its layer.
+/// The fields that are read. Numbers are kept as they stand, so that the message about a bad one can name its layer.
 #[derive(Deserialize)]
 struct File {
     schema: String,
@@ -130,10 +137,10 @@ struct Learnt {
 }
 
 impl OwnLayer {
-    fn read(&self, layer: u32, n_expert: u32) -> Result<Learnt, ProfileFault> {
+    fn read(&self, layer: u32, n_expert: u32) -> Result<Learnt, ProfileError> {
         let is_rank = |rank: &Number| whole(rank, u16::MAX.into()).is_some_and(|rank| rank > 0);
         if let Some((id, rank)) = self.ranks.iter().find(|(_, rank)| !is_rank(rank)) {
-            return Err(ProfileFault::Rank { layer, id: shown(id), rank: shown(rank) });
+            return Err(ProfileError::Rank { layer, id: shown(id), rank: shown(rank) });
         }
         let ranks = counts(layer, "ranks", &self.ranks, n_expert)?;
         let once: Vec<_> = self.resident.iter().map(|id| (id.clone(), Number::from(1))).collect();
@@ -148,29 +155,8 @@ struct SchemaOnly {
     schema: String,
 }
 
-/// A JSON object. Serde alone would take a list of the fields' values for it too.
-struct Object<T>(T);
-
-impl<'de, T: Deserialize<'de>> Deserialize<'de> for Object<T> {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Map<T>(PhantomData<T>);
-        impl<'de, T: Deserialize<'de>> Visitor<'de> for Map<T> {
-            type Value = Object<T>;
-
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("an object")
-            }
-
-            fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<Object<T>, A::Error> {
-                T::deserialize(MapAccessDeserializer::new(map)).map(Object)
-            }
-        }
-        deserializer.deserialize_map(Map(PhantomData))
-    }
-}
-
 impl Layer {
-    fn requests(&self, layer: u32, n_expert: u32) -> Result<Vec<Count>, ProfileFault> {
+    fn requests(&self, layer: u32, n_expert: u32) -> Result<Vec<Count>, ProfileError> {
         let read = |name, list| counts(layer, name, list, n_expert);
         let experts = read("experts", &self.experts)?;
         let mut requests = read("hot_experts", &self.hot_experts)?;
@@ -197,46 +183,46 @@ fn counts(
     list: &'static str,
     pairs: &[(Number, Number)],
     n_expert: u32,
-) -> Result<Vec<Count>, ProfileFault> {
+) -> Result<Vec<Count>, ProfileError> {
     let read = |(id, count): &(Number, Number)| {
         let known = whole(id, u64::from(n_expert) - 1);
-        let id = known.ok_or_else(|| ProfileFault::ExpertId { layer, list, id: shown(id), n_expert })?;
-        let bad = || ProfileFault::Count { layer, list, id, count: shown(count) };
+        let id = known.ok_or_else(|| ProfileError::ExpertId { layer, list, id: shown(id), n_expert })?;
+        let bad = || ProfileError::Count { layer, list, id, count: shown(count) };
         let count = count.as_u64().filter(|&count| count <= MAX_COUNT).ok_or_else(bad)?;
         Ok((id, count))
     };
     let mut counts = pairs.iter().map(read).collect::<Result<Vec<Count>, _>>()?;
     counts.sort_unstable();
     match counts.windows(2).find(|pair| pair[0].0 == pair[1].0) {
-        Some(pair) => Err(ProfileFault::DuplicateExpert { layer, list, id: pair[0].0 }),
+        Some(pair) => Err(ProfileError::DuplicateExpert { layer, list, id: pair[0].0 }),
         None => Ok(counts),
     }
 }
 
 /// The root's `n_expert`; `None` where it is zero, which means unknown.
-fn of_model(n_expert: Number) -> Result<Option<u32>, ProfileFault> {
+fn of_model(n_expert: Number) -> Result<Option<u32>, ProfileError> {
     let known = whole(&n_expert, MAX_EXPERTS.into());
-    let known = known.ok_or_else(|| ProfileFault::ExpertsOfModel { value: shown(&n_expert) })?;
+    let known = known.ok_or_else(|| ProfileError::ExpertsOfModel { value: shown(&n_expert) })?;
     Ok((known > 0).then_some(known))
 }
 
 /// Our own section by layer number.
-fn by_layer(section: Vec<Object<OwnLayer>>) -> Result<BTreeMap<u32, Learnt>, ProfileFault> {
+fn by_layer(section: Vec<Object<OwnLayer>>) -> Result<BTreeMap<u32, Learnt>, ProfileError> {
     const SECTION: &str = "moe_hot.layers";
     let mut known = BTreeMap::new();
     for (index, Object(entry)) in section.into_iter().enumerate() {
         let layer = layer_number(SECTION, index, &entry.layer)?;
-        let bad = || ProfileFault::ExpertsOfLayer { layer, value: shown(&entry.n_expert) };
+        let bad = || ProfileError::ExpertsOfLayer { layer, value: shown(&entry.n_expert) };
         let n_expert = whole(&entry.n_expert, MAX_EXPERTS.into()).filter(|&n| n > 0).ok_or_else(bad)?;
         if known.insert(layer, entry.read(layer, n_expert)?).is_some() {
-            return Err(ProfileFault::DuplicateLayer { section: SECTION, layer });
+            return Err(ProfileError::DuplicateLayer { section: SECTION, layer });
         }
     }
     Ok(known)
 }
 
-fn layer_number(section: &'static str, index: usize, number: &Number) -> Result<u32, ProfileFault> {
-    whole(number, MAX_LAYER.into()).ok_or_else(|| ProfileFault::LayerNumber { section, index, value: shown(number) })
+fn layer_number(section: &'static str, index: usize, number: &Number) -> Result<u32, ProfileError> {
+    whole(number, MAX_LAYER.into()).ok_or_else(|| ProfileError::LayerNumber { section, index, value: shown(number) })
 }
 
 /// A whole number from 0 to `max`.
@@ -244,78 +230,41 @@ fn whole(number: &Number, max: u64) -> Option<u32> {
     number.as_u64().filter(|&n| n <= max).and_then(|n| u32::try_from(n).ok())
 }
 
-fn parse(text: &[u8]) -> Result<File, ProfileFault> {
+fn parse(text: &[u8]) -> Result<File, ProfileError> {
     if text.trim_ascii().is_empty() {
-        return Err(ProfileFault::Empty);
+        return Err(ProfileError::Empty);
     }
-    let text = str::from_utf8(text).map_err(|error| ProfileFault::NotText { offset: error.valid_up_to() })?;
+    let text = str::from_utf8(text).map_err(|error| ProfileError::NotText { offset: error.valid_up_to() })?;
     if let Some(offset) = text.bytes().position(|byte| byte == 0) {
-        return Err(ProfileFault::Nul { offset });
+        return Err(ProfileError::Nul { offset });
     }
     if text.starts_with(BYTE_ORDER_MARK) {
-        return Err(ProfileFault::NotJson("it begins with a byte-order mark".into()));
+        return Err(ProfileError::ByteOrderMark);
     }
-    if depth(text) > MAX_DEPTH {
-        return Err(ProfileFault::TooDeep);
-    }
-    serde_json::from_str(text).map(|Object(file)| file).map_err(|error| fault(text, &error))
+    json::check(text).map_err(|error| not_json(&error))?;
+    serde_json::from_str(text).map(|Object(file)| file).map_err(|error| wrong_field(text, &error))
 }
 
-/// How deep lists and objects are nested at most, up to the first that is too deep.
-fn depth(text: &str) -> u32 {
-    let (mut depth, mut deepest) = (0u32, 0);
-    let mut bytes = text.bytes();
-    while let Some(byte) = bytes.next() {
-        match byte {
-            b'"' => skip_string(&mut bytes),
-            b'[' | b'{' => depth += 1,
-            b']' | b'}' => depth = depth.saturating_sub(1),
-            _ => {}
-        }
-        deepest = deepest.max(depth);
-        if deepest > MAX_DEPTH {
-            break;
-        }
-    }
-    deepest
-}
-
-/// Goes on behind the quote that ends a string.
-fn skip_string(bytes: &mut str::Bytes<'_>) {
-    while let Some(byte) = bytes.next() {
-        match byte {
-            b'"' => return,
-            b'\\' => drop(bytes.next()),
-            _ => {}
-        }
-    }
-}
-
-/// Sorts out why `text` is not the JSON we want.
-fn fault(text: &str, error: &serde_json::Error) -> ProfileFault {
-    let reason = error.to_string();
+fn not_json(error: &serde_json::Error) -> ProfileError {
     if error.is_eof() {
-        return ProfileFault::Truncated { line: error.line(), column: error.column() };
+        ProfileError::Truncated { line: error.line(), column: error.column() }
+    } else if json::is_too_deep(error) {
+        ProfileError::TooDeep
+    } else {
+        ProfileError::NotJson(short(&error.to_string()))
     }
-    if !error.is_data() {
-        return ProfileFault::NotJson(short(&reason));
-    }
+}
+
+/// Why `text`, which is JSON, is not the JSON we want.
+fn wrong_field(text: &str, error: &serde_json::Error) -> ProfileError {
     match serde_json::from_str(text) {
-        Ok(Object(SchemaOnly { schema })) if schema != SCHEMA => ProfileFault::Schema(short(&schema)),
-        _ => ProfileFault::Field(short(&reason)),
+        Ok(Object(SchemaOnly { schema })) if schema != SCHEMA => ProfileError::Schema(short(&schema)),
+        _ => ProfileError::Field(short(&error.to_string())),
     }
 }
 
 fn shown(number: &Number) -> String {
     short(&number.to_string())
-}
-
-/// The text's beginning, for a message of one line.
-fn short(text: &str) -> String {
-    match text.char_indices().nth(MAX_SHOWN) {
-        Some((end, _)) => format!("{}…", &text[..end]),
-        None => text.to_owned(),
-    }
 }
 
 fn zero() -> Number {

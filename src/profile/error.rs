@@ -1,24 +1,15 @@
-//! What can be wrong with a profile that is given as input. Every fault says what was found and what was expected.
+//! What can be wrong with a profile that is read, and with the file that one is written to.
+//!
+//! Every error about input says what was found and what was expected.
 
-use super::SCHEMA;
+use super::format::{MAX_DEPTH, MAX_EXPERTS, MAX_LAYER, MAX_MIB, SCHEMA};
 use std::io;
 use std::path::PathBuf;
-
-/// Larger files are not read: a profile of 512 experts in 200 layers stays below 8 MiB.
-pub const MAX_MIB: u64 = 64;
-/// The highest layer number.
-pub const MAX_LAYER: u32 = 65_535;
-/// The most experts that a layer may have.
-pub const MAX_EXPERTS: u32 = 65_536;
-/// The highest count: larger whole numbers are not exact in readers that use 64-bit floats.
-pub const MAX_COUNT: u64 = 1 << 53;
-/// How deep JSON may be nested; a profile has five levels.
-pub const MAX_DEPTH: u32 = 64;
 
 /// Why a file cannot be used as a profile.
 #[non_exhaustive]
 #[derive(Debug, thiserror::Error)]
-pub enum ProfileFault {
+pub enum ProfileError {
     /// Nothing is there.
     #[error("no such file; expected a profile that --moe-layer-perf-out has written")]
     Missing,
@@ -43,7 +34,7 @@ pub enum ProfileFault {
     /// A pipe, a device or the like.
     #[error("is a pipe, socket or device; expected a regular file")]
     NotRegular,
-    /// More than [`MAX_MIB`].
+    /// More than 64 MiB.
     #[error("is larger than {MAX_MIB} MiB; expected a profile, which is smaller")]
     TooLarge,
     /// No byte, or white space only.
@@ -72,6 +63,9 @@ pub enum ProfileFault {
     /// JSON within JSON within JSON.
     #[error("is nested too deeply; expected JSON of at most {MAX_DEPTH} levels")]
     TooDeep,
+    /// What some editors put before a text; JSON has none.
+    #[error("is not JSON: it begins with a byte-order mark; expected an object with \"schema\" and \"layers\"")]
+    ByteOrderMark,
     /// No JSON.
     #[error("is not JSON: {0}; expected an object with \"schema\" and \"layers\"")]
     NotJson(String),
@@ -169,4 +163,35 @@ pub enum ProfileFault {
         /// Layer number at which it happens.
         layer: u32,
     },
+}
+
+/// Why a file is not a profile, so that no profile may take its place.
+#[non_exhaustive]
+#[derive(Debug, thiserror::Error)]
+pub enum NotAProfileError {
+    /// A folder.
+    #[error("not a routing profile: it is a folder")]
+    Folder,
+    /// A pipe, a device or the like.
+    #[error("not a routing profile: it is not a regular file")]
+    NotRegular,
+    /// More than 64 MiB.
+    #[error("not a routing profile: larger than {MAX_MIB} MiB")]
+    TooLarge,
+    /// No JSON, or without the fields of a profile.
+    #[error("not a routing profile: {0}")]
+    NotJson(#[from] serde_json::Error),
+    /// The schema of something else.
+    #[error("not a routing profile: schema is {0:?}, expected {SCHEMA:?}")]
+    Schema(String),
+}
+
+/// What the system did not let us do with the output file.
+#[derive(Debug, thiserror::Error)]
+#[error("{action}: {error}")]
+pub struct OutputError {
+    /// What was attempted.
+    pub action: &'static str,
+    /// The system's answer.
+    pub error: io::Error,
 }
