@@ -329,7 +329,16 @@ fn a_graph_is_computed_in_the_memory_it_was_placed_in() {
     let live = b.leaf(F32, [N, N, N_EXPERTS]);
     b.allocate();
     other.write_ids(0, &[0, 1]).unwrap();
-    assert_refused(backend.compute_own(&mut graph, &mut other, [live].into_iter()));
+    let refused = backend.compute_own(&mut graph, &mut other, [live].into_iter());
+    assert!(matches!(refused, Err(Error::Contract("a graph that was placed in other memory"))));
+
+    let [placed_in, mut other] = [(); 2].map(|()| Scratch::allocate(cpu(), 4096).unwrap());
+    let memory = Arc::new(Memory::allocate(cpu(), 1 << 16).unwrap());
+    let (mut graph, _, result) = Projection::new().placed(&placed_in, &memory);
+    let [mut inputs, mut outputs, mut probes] = [(); 3].map(|()| block(4096));
+    inputs.write_ids(0, &[0, 1]).unwrap();
+    let blocks = HostBlocks { inputs: &inputs, outputs: &mut outputs, probes: &mut probes };
+    assert_refused(backend.compute_while((&mut graph, &mut other), std::iter::empty(), result, blocks, || ()));
 }
 
 #[test]
