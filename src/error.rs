@@ -38,6 +38,9 @@ pub enum Error {
     /// Our own code asked for something that is not allowed: a fault of this library.
     #[error("internal error: {0}; please report it")]
     Contract(&'static str),
+    /// The system refused a thread.
+    #[error("the system refused a thread {0}")]
+    Thread(&'static str),
     /// CUDA's driver refused something, or is missing.
     #[error("CUDA: {call}: {reason}")]
     Cuda {

@@ -13,7 +13,7 @@ const MAY_USE: &[(&str, &[&str])] = &[
     ("units", &["error"]),
     ("options", &["units"]),
     ("ggml", &["error"]),
-    ("gguf", &["error"]),
+    ("gguf", &["units", "error"]),
     ("moe", &["ggml", "error"]),
     ("device", &["ggml", "units", "error"]),
     ("lanes", &["ggml", "moe", "device", "units", "error"]),

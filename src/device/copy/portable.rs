@@ -95,7 +95,7 @@ impl PortableEngine {
             }
         };
         let thread = std::thread::Builder::new().name("moe-hot-copy".into()).spawn(run);
-        let thread = thread.map_err(|_| Error::Ggml("a thread for copies"))?;
+        let thread = thread.map_err(|_| Error::Thread("for copies"))?;
         Ok(Self { staged, ended, thread: Some(thread), free, in_flight: VecDeque::new(), timeout: COPY_TIMEOUT })
     }
 

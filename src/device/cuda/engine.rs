@@ -47,7 +47,7 @@ impl InFlight {
     /// Whether what was read back is what was sent. To be asked once the copy has ended.
     fn has_arrived(&self) -> Result<bool> {
         let Copy { target, slot, .. } = &self.copy;
-        let ranges = target.ranges(slot.0).ok_or(Error::Ggml("a slot of the pool"))?;
+        let ranges = target.ranges(slot.0).ok_or(Error::Contract("a slot that the pool does not have"))?;
         self.block.has_arrived(target.expert_bytes(), ranges.map(|(_, len)| len))
     }
 }
@@ -144,7 +144,7 @@ impl CopyEngine for CudaEngine {
 impl Queue {
     fn send(&self, copy: &Copy, block: &mut Block) -> Result<()> {
         self.context.make_current()?;
-        let ranges = copy.target.ranges(copy.slot.0).ok_or(Error::Ggml("a slot of the pool"))?;
+        let ranges = copy.target.ranges(copy.slot.0).ok_or(Error::Contract("a slot that the pool does not have"))?;
         // SAFETY: the ranges lie in the pool, which the copy keeps alive, and in a slot that is nobody else's until the copy is
         // reported. Copy and block are kept until the event is reached, or else for the life of the process.
         unsafe { block.send(&self.stream, copy.target.expert_bytes(), ranges) }

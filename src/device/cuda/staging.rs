@@ -52,7 +52,7 @@ impl Block {
     /// The first `len` bytes. Fails beyond the end.
     pub(super) fn bytes(&self, len: usize) -> Result<&[u8]> {
         match &self.memory {
-            Memory::PageLocked(memory) => memory.bytes().get(..len).ok_or(Error::Ggml("a range inside a block")),
+            Memory::PageLocked(memory) => memory.bytes().get(..len).ok_or(Error::Contract("a range outside a block")),
             Memory::Pageable(memory) => memory.bytes(len),
         }
     }
