@@ -29,7 +29,7 @@ fn checked_in(name: &str) -> String {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/traces").join(name).display().to_string()
 }
 
-/// The traces that field.md was measured on lie beside the repository, or where MOE_HOT_TRACES says.
+/// The public traces of docs/policy.md (Sources) lie beside the repository, or where MOE_HOT_TRACES says.
 fn shared(name: &str) -> Option<String> {
     let beside = || Path::new(env!("CARGO_MANIFEST_DIR")).join("../shared/data/traces");
     let path = std::env::var_os("MOE_HOT_TRACES").map_or_else(beside, PathBuf::from).join(name);
@@ -47,8 +47,8 @@ fn assert_near(found: &[f64], expected: &[f64], tolerance: f64, what: &str) {
     }
 }
 
-/// Hit rates of field.md, cold, at 8, 16, 24, 32 and 48 slots. Its figures have three digits.
-fn compare_with_the_field(trace: &str, policies: [(&str, [f64; 5], f64); 4]) {
+/// Reference hit rates (docs/policy.md), cold, at 8, 16, 24, 32 and 48 slots. They have three digits.
+fn compare_with_the_reference(trace: &str, policies: [(&str, [f64; 5], f64); 4]) {
     let Some(path) = shared(trace) else { return };
     let rows = rows(&[&path, "--slots", "8,16,24,32,48"]);
     for (policy, expected, tolerance) in policies {
@@ -59,29 +59,29 @@ fn compare_with_the_field(trace: &str, policies: [(&str, [f64; 5], f64); 4]) {
 }
 
 #[test]
-fn qwens_trace_gives_the_fields_hit_rates() {
+fn qwens_trace_gives_the_reference_hit_rates() {
     let policies = [
         ("lru", [0.427, 0.607, 0.722, 0.805, 0.889], 0.002),
         ("belady", [0.612, 0.771, 0.845, 0.885, 0.913], 0.002),
         ("blend", [0.468, 0.656, 0.760, 0.824, 0.894], 0.005),
         ("lfu", [0.436, 0.627, 0.748, 0.821, 0.892], 0.005),
     ];
-    compare_with_the_field("qwen.route.csv", policies);
+    compare_with_the_reference("qwen.route.csv", policies);
 }
 
 #[test]
-fn gemmas_trace_gives_the_fields_hit_rates() {
+fn gemmas_trace_gives_the_reference_hit_rates() {
     let policies = [
         ("lru", [0.409, 0.606, 0.709, 0.777, 0.872], 0.002),
         ("belady", [0.606, 0.758, 0.828, 0.869, 0.906], 0.002),
         ("blend", [0.473, 0.649, 0.742, 0.803, 0.878], 0.005),
         ("lfu", [0.442, 0.620, 0.723, 0.792, 0.875], 0.005),
     ];
-    compare_with_the_field("gemma.route.csv", policies);
+    compare_with_the_reference("gemma.route.csv", policies);
 }
 
 #[test]
-fn a_warm_cache_gives_the_fields_hit_rates() {
+fn a_warm_cache_gives_the_reference_hit_rates() {
     let Some(path) = shared("qwen.route.csv") else { return };
     let rows = rows(&[&path, "--slots", "8,16,24,32,48", "--warm", "prompt"]);
     assert_near(&hits(&rows, "lru"), &[0.429, 0.612, 0.728, 0.817, 0.917], 0.002, "lru");

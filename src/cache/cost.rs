@@ -15,8 +15,8 @@ const PROBE_EVERY: u32 = 128;
 /// The weight of a copy in the background.
 const WEIGHT_OF_BACKGROUND: f32 = 0.3;
 
-/// What is hoped for, of a cost that is only known to be below some bound.
-const HOPE: f32 = 0.8;
+/// A cost that is only known to be below some bound is taken for this share of it.
+const SHARE_OF_BOUND: f32 = 0.8;
 
 /// An average that follows.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -110,7 +110,7 @@ impl MissCosts {
                     self.copy.add(sample, if is_worse { WEIGHT_OF_BAD_NEWS } else { WEIGHT });
                 } else {
                     // It took less than this. How much less is found out by copying more until the device is waited for.
-                    self.copy.0 = Some(HOPE * self.copy.0.map_or(sample, |old| old.min(sample)));
+                    self.copy.0 = Some(SHARE_OF_BOUND * self.copy.0.map_or(sample, |old| old.min(sample)));
                 }
             }
         }

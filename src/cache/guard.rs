@@ -4,22 +4,22 @@
 
 use crate::units::Bytes;
 
-/// Where a token uses at least one expert in so many, all of them are used all the time (Mixtral: 2 of 8).
-const FEW: u16 = 4;
+/// Where a layer has at most so many experts for each that a token uses, all are used all the time (Mixtral: 2 of 8).
+const MAX_EXPERTS_PER_USED: u16 = 4;
 /// Bytes of an expert that is large: a miss costs the reading of it, beside which nothing that a cache saves counts.
-const LARGE: Bytes = Bytes::from_mib(32);
+const MIN_LARGE_EXPERT: Bytes = Bytes::from_mib(32);
 
-/// Whether a layer has so few and large experts that no cache of some of them gains anything (field.md, lesson 13).
+/// Whether a layer has so few and large experts that no cache of some of them gains anything (docs/policy.md, Few large experts).
 pub fn gains_nothing(n_used: u16, n_expert: u16, expert_bytes: Bytes) -> bool {
-    n_used.saturating_mul(FEW) >= n_expert && expert_bytes >= LARGE
+    n_used.saturating_mul(MAX_EXPERTS_PER_USED) >= n_expert && expert_bytes >= MIN_LARGE_EXPERT
 }
 
 /// Calls that are judged together.
 const WINDOW: u32 = 2048;
 /// Windows in a row that must be lost before the cache is given up.
 const LOST_WINDOWS: u32 = 4;
-/// A window is lost if its calls took this much longer than all-cold ones would have.
-const LOSS: f64 = 1.05;
+/// A window is lost if its calls took this many times as long as all-cold ones would have.
+const MAX_SLOWDOWN: f64 = 1.05;
 /// After so many calls one is computed all-cold, to know what that takes now. A prime, so that it falls on every layer.
 const REFERENCE_EVERY: u32 = 251;
 /// All-cold calls that must be known before anything is judged.
@@ -75,7 +75,7 @@ impl RegressionGuard {
         }
         let ours_ns = self.window_ns / f64::from(self.window_calls);
         (self.window_ns, self.window_calls) = (0.0, 0);
-        let is_lost = self.n_cold >= MIN_REFERENCES && ours_ns > LOSS * self.cold_ns;
+        let is_lost = self.n_cold >= MIN_REFERENCES && ours_ns > MAX_SLOWDOWN * self.cold_ns;
         self.lost_windows = if is_lost { self.lost_windows + 1 } else { 0 };
         if self.lost_windows < LOST_WINDOWS {
             return None;

@@ -21,7 +21,7 @@ pub struct TensorBytes {
 pub enum Spare {
     /// None: the set is fixed.
     None,
-    /// One, once there are a few: experts that stay are worth more than room for those that come (field.md, lesson 2).
+    /// One, once there are a few: experts that stay are worth more than room for those that come (docs/policy.md, Spare slot).
     One,
 }
 

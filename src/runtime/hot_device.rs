@@ -56,6 +56,8 @@ pub struct HotDevice {
 
 /// Fractions of a call that lags are kept in.
 const LAG_UNITS: u32 = 16;
+/// A new lag counts for one part in so many of the average.
+const LAG_WEIGHT: u32 = 8;
 
 impl HotDevice {
     /// The device that the user has named, or that suits best.
@@ -134,7 +136,7 @@ impl HotDevice {
         if let Some(lag) = lag {
             let old = self.lag.load(Relaxed);
             let new = lag.saturating_mul(LAG_UNITS);
-            self.lag.store(old - old / 8 + new / 8, Relaxed);
+            self.lag.store(old - old / LAG_WEIGHT + new / LAG_WEIGHT, Relaxed);
         }
     }
 

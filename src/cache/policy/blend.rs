@@ -1,4 +1,4 @@
-//! Recent use, lasting use, and what tends to follow the experts used now, in one score: `blend` in field.md.
+//! Recent use, lasting use, and what tends to follow the experts used now, in one score: docs/policy.md, Score.
 
 use super::Policy;
 use super::admission::CopyCost;
@@ -6,10 +6,9 @@ use super::decayed::Decayed;
 use super::transitions::Transitions;
 use crate::units::Expert;
 
-/// Decay per call of the counter for recent use: field.md.
+/// Decay per call of the counter for recent use: docs/policy.md, Score.
 const FAST_DECAY: f32 = 0.5;
-/// Decay per call of the counter for lasting use: field.md. It is the prior of the transitions too, for which field.md
-/// has a counter of its own with 0.95; on both traces hit rates differ by less than .002 at any size.
+/// Decay per call of the counter for lasting use, which is the prior of the transitions too: docs/policy.md, Score.
 const SLOW_DECAY: f32 = 0.96;
 
 /// How much each part counts. They add up to 1, so that a score is in uses per call.
@@ -24,7 +23,7 @@ pub struct Weights {
 }
 
 impl Weights {
-    /// field.md's 0.3, 0.7 and 2, divided by their sum. Best where copies are free and at once.
+    /// 0.3, 0.7 and 2 (docs/policy.md, Score), divided by their sum. Best where copies are free and at once.
     pub const QUICK: Self = Self { fast: 0.1, slow: 0.7 / 3.0, transition: 2.0 / 3.0 };
     /// Best where copies are dear or late: what holds for the next call only is no reason for a copy.
     ///

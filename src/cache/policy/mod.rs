@@ -41,7 +41,7 @@ pub trait Policy {
     fn seed(&mut self, worth: &[f32]);
 }
 
-/// How many calls a seed counts for. Few: lifetime counts as they are cost hits (field.md, lesson 6).
+/// How many calls a seed counts for. Few: lifetime counts as they are cost hits (docs/policy.md, Ranks and seed).
 pub const SEED_CALLS: f32 = 8.0;
 
 impl<P: Policy + ?Sized> Policy for Box<P> {

@@ -1,6 +1,6 @@
 //! Scores as ranks: what a profile keeps of them, and back.
 //!
-//! Raw counts of one run say too much: as a seed they cost hits (field.md, lesson 6). A rank says which expert was better
+//! Raw counts of one run say too much: as a seed they cost hits (docs/policy.md, Ranks and seed). A rank says which expert was better
 //! and not by how much, and fits into 16 bits.
 
 /// Each expert's place from the bottom, `[n_expert]`: 0 for a score of zero or less, else 1 and up; equal scores share a place.

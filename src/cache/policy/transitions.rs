@@ -3,7 +3,7 @@
 use crate::units::Expert;
 use std::hint::black_box;
 
-/// How many uses the prior counts for: `blend` in field.md.
+/// How many uses the prior counts for: docs/policy.md, Score.
 const PRIOR_USES: f32 = 2.0;
 /// Uses of an expert that are remembered. What followed more of them belongs to an older text: with 255 a switch of text was
 /// not made up for within 100 tokens (tests/e2e/test_learning_server.py); 16, 32 and 64 are alike on all traces.
@@ -58,7 +58,7 @@ impl Transitions {
 
     /// Writes to `chances` how likely each expert comes next, 0 to 1, `[n_to]`:
     ///
-    /// the mean over the experts i used now of (M\[i\]\[e\] + 2·prior(e)) / (n\[i\] + 2), see `blend` in field.md.
+    /// the mean over the experts i used now of (M\[i\]\[e\] + 2·prior(e)) / (n\[i\] + 2), see docs/policy.md, Score.
     /// `prior` times `scale` is the uses per call of each expert; it stands alone where nothing was used now.
     pub fn chances(&self, now: &[Expert], prior: &[f32], scale: f32, chances: &mut [f32]) {
         let rows = || now.iter().filter_map(|expert| Some((expert, *self.uses.get(usize::from(expert.0))?)));

@@ -11,7 +11,7 @@ pub struct Lfu {
 }
 
 impl Lfu {
-    /// Per call; field.md's table of hit rates.
+    /// Per call; docs/policy.md, Reference hit rates.
     pub const DECAY: f32 = 0.93;
 
     /// Nothing used yet.

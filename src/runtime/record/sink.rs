@@ -1,8 +1,8 @@
 //! A profile's way to its file: which file it may take, and when there is something new to write.
 
-use crate::{Error, Result};
 use crate::ggml::{Level, log};
 use crate::profile::{Acquired, OutputFile, Profile};
+use crate::{Error, Result};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
