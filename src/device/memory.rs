@@ -4,12 +4,6 @@ use crate::ggml::Device;
 use crate::units::Bytes;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// What a device may round an allocation up to. More than that in its report is someone else's.
-const GRANULARITY: Bytes = Bytes(2 << 20);
-
-/// What a backend instance takes of a device at most. More than that is someone else's.
-const MAX_INSTANCE: Bytes = Bytes::from_mib(512);
-
 /// How much of a device's memory may be taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Limit {
@@ -77,50 +71,19 @@ impl DeviceMemory {
 
     /// Reserves `bytes` for what `allocate` makes; `None` if there is no room, or it makes nothing.
     ///
-    /// Where the device reports that it has rounded up, what it reports is reserved. No lock is held during `allocate`.
+    /// What is asked for counts, never the difference of two of the device's reports: its free memory moves for other
+    /// reasons as well. No lock is held during `allocate`.
     pub fn allocate<T>(
         self: &Arc<Self>,
         bytes: Bytes,
         allocate: impl FnOnce() -> Option<T>,
     ) -> Option<(T, Reservation)> {
-        let mut reservation = self.reserve(bytes)?;
-        let (made, taken) = self.taken_by(allocate);
-        let made = made?;
-        if self.device.has_memory_of_its_own() {
-            reservation.grow_to(taken.min(bytes.saturating_add(GRANULARITY)));
-        }
-        Some((made, reservation))
-    }
-
-    /// Reserves what `make` takes of the device, whatever it is.
-    pub fn measure<T>(self: &Arc<Self>, make: impl FnOnce() -> T) -> (T, Reservation) {
-        let (made, taken) = self.taken_by(make);
-        let mut reservation = Reservation { owner: self.clone(), bytes: Bytes::ZERO };
-        if self.device.has_memory_of_its_own() {
-            reservation.grow_to(taken.min(MAX_INSTANCE));
-        }
-        (made, reservation)
-    }
-
-    /// Bytes that the device reports as gone while `make` runs.
-    fn taken_by<T>(&self, make: impl FnOnce() -> T) -> (T, Bytes) {
-        let (before, _) = self.device.memory();
-        let made = make();
-        let (after, _) = self.device.memory();
-        (made, Bytes(before.saturating_sub(after)))
+        let reservation = self.reserve(bytes)?;
+        Some((allocate()?, reservation))
     }
 
     fn reserved(&self) -> MutexGuard<'_, Bytes> {
         self.reserved.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl Reservation {
-    fn grow_to(&mut self, bytes: Bytes) {
-        let more = bytes.saturating_sub(self.bytes);
-        self.bytes = self.bytes.saturating_add(more);
-        let mut reserved = self.owner.reserved();
-        *reserved = reserved.saturating_add(more);
     }
 }
 

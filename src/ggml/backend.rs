@@ -266,18 +266,30 @@ fn ends(len: usize) -> impl IntoIterator<Item = Range<usize>> {
     std::iter::once(0..len.min(PROBE_BYTES)).chain(last)
 }
 
-/// Locks of shared host memory, held while its bytes are read or written.
+/// A lock of shared host memory, held while its bytes are read or written.
+enum Lock<'a> {
+    Reading { _guard: RwLockReadGuard<'a, ()> },
+    Writing { _guard: RwLockWriteGuard<'a, ()> },
+}
+
+/// The locks of a graph's shared memories. A device with memory of its own has none, and graphs have one memory as a rule:
+/// nothing is allocated for that.
 struct Locks<'a> {
-    _reading: Vec<RwLockReadGuard<'a, ()>>,
-    _writing: Vec<RwLockWriteGuard<'a, ()>>,
+    _first: Option<Lock<'a>>,
+    _others: Vec<Lock<'a>>,
 }
 
 impl<'a> Locks<'a> {
     fn new(memories: &'a [Arc<Memory>], writes: bool) -> Self {
-        // Nothing is allocated for a device with memory of its own, which has no locks.
-        let (read, write) = if writes { (&[][..], memories) } else { (memories, &[][..]) };
-        let _reading = read.iter().filter_map(|memory| memory.reading()).collect();
-        Self { _reading, _writing: write.iter().filter_map(|memory| memory.writing()).collect() }
+        let lock = |memory: &'a Arc<Memory>| {
+            if writes {
+                memory.writing().map(|_guard| Lock::Writing { _guard })
+            } else {
+                memory.reading().map(|_guard| Lock::Reading { _guard })
+            }
+        };
+        let mut locks = memories.iter().filter_map(lock);
+        Self { _first: locks.next(), _others: locks.collect() }
     }
 }
 

@@ -98,11 +98,6 @@ impl Device {
         self.kind() == sys::GGML_BACKEND_DEVICE_TYPE_GPU && !self.is_remote()
     }
 
-    /// Whether its memory report tells of its own memory alone, not of the host's.
-    pub fn has_memory_of_its_own(&self) -> bool {
-        self.is_local_gpu()
-    }
-
     /// Whether it is the plugin's own device.
     pub fn is_ours(&self) -> bool {
         self.kind() == sys::GGML_BACKEND_DEVICE_TYPE_ACCEL && self.name() == OUR_NAME

@@ -3,7 +3,6 @@
 //! First come the copies of the plan; then those that contexts ask for, as they come, until the cache ends.
 
 use super::Cached;
-use crate::device::Reservation;
 use crate::device::copy::{COPY_TIMEOUT, Copy, CopyEngine, Outcome, Started};
 use crate::runtime::model::cache_handle::CacheHandle;
 use crate::runtime::model::fetch_queue::Fetch;
@@ -42,8 +41,6 @@ enum Attempt {
 /// Makes the copies of one model's cache.
 pub struct Fetcher {
     engine: Box<dyn CopyEngine>,
-    /// What the engine takes of the device.
-    _engine_memory: Reservation,
     cache: Arc<CacheHandle>,
     /// By their index in the plan; `None`: a layer without slots.
     layers: Vec<Option<Cached>>,
@@ -53,13 +50,8 @@ pub struct Fetcher {
 
 impl Fetcher {
     /// Nothing in flight.
-    pub fn new(
-        engine: Box<dyn CopyEngine>,
-        engine_memory: Reservation,
-        cache: Arc<CacheHandle>,
-        layers: Vec<Option<Cached>>,
-    ) -> Self {
-        Self { engine, _engine_memory: engine_memory, cache, layers, in_flight: VecDeque::new(), next_id: 0 }
+    pub fn new(engine: Box<dyn CopyEngine>, cache: Arc<CacheHandle>, layers: Vec<Option<Cached>>) -> Self {
+        Self { engine, cache, layers, in_flight: VecDeque::new(), next_id: 0 }
     }
 
     /// Makes these copies and returns when all of them have landed, or at the end.

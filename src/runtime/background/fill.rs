@@ -104,9 +104,7 @@ impl<'a> Fill<'a> {
             candidates.tell_refusals();
         }
         // Before the plan: what the engine takes of the device is not there for experts.
-        let expert_bytes = candidates.expert_bytes();
-        let (engine, engine_memory) = self.cache.device.memory().measure(|| self.copy_engine(expert_bytes));
-        let engine = match engine {
+        let engine = match self.copy_engine(candidates.expert_bytes()) {
             Ok(engine) => engine,
             Err(error) => {
                 self.cache.device.turn_off(&format!("nothing can be copied to it ({error})"));
@@ -124,7 +122,7 @@ impl<'a> Fill<'a> {
             candidate.layer.give_cache(&cache);
             Some(Cached { layer: candidate.layer, cache })
         });
-        Ok(Some((Fetcher::new(engine, engine_memory, self.cache.clone(), cached.collect()), fetches)))
+        Ok(Some((Fetcher::new(engine, self.cache.clone(), cached.collect()), fetches)))
     }
 
     fn device(&self) -> Device {

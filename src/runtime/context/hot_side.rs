@@ -118,12 +118,11 @@ impl HotSide {
 
     fn new_lane(&self, cache: &Arc<CacheHandle>, config: &Config) -> Option<Box<ContextLane>> {
         let device = &cache.device;
-        let (lane, instance) = device.memory().measure(|| HotLane::new(device.device(), !config.no_host));
-        match lane {
+        match HotLane::new(device.device(), !config.no_host) {
             Ok(lane) => {
                 let cell: Arc<dyn IdleMemory> = self.cell.clone();
                 cache.note_idle_memory(Arc::downgrade(&cell));
-                Some(Box::new(ContextLane::new(lane, cache.clone(), instance)))
+                Some(Box::new(ContextLane::new(lane, cache.clone())))
             }
             Err(error) => {
                 device.turn_off(&error.to_string());

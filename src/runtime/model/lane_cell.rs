@@ -5,22 +5,20 @@ use crate::device::Reservation;
 use crate::lanes::HotLane;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// A context's hot lane and what it takes of the device.
+/// A context's hot lane and what it has reserved of the device.
 pub struct ContextLane {
     /// The lane.
     pub lane: HotLane,
     /// The cache whose layers it computes.
     pub cache: Arc<CacheHandle>,
-    /// The backend instance's memory.
-    _instance: Reservation,
     /// The scratch memory, if there is any.
     pub scratch: Option<Reservation>,
 }
 
 impl ContextLane {
     /// A lane without scratch memory.
-    pub fn new(lane: HotLane, cache: Arc<CacheHandle>, instance: Reservation) -> Self {
-        Self { lane, cache, _instance: instance, scratch: None }
+    pub fn new(lane: HotLane, cache: Arc<CacheHandle>) -> Self {
+        Self { lane, cache, scratch: None }
     }
 }
 

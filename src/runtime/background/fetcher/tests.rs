@@ -2,9 +2,8 @@
 
 use super::*;
 use crate::cache::{Admission, SlotState};
-use crate::device::{DeviceMemory, Limit};
+use crate::ggml::sys;
 use crate::ggml::testing::Builder;
-use crate::ggml::{Device, sys};
 use crate::runtime::model::layer::Layer;
 use crate::runtime::model::layer_cache::testing;
 use crate::units::Expert;
@@ -73,10 +72,8 @@ fn fetcher() -> (Shared, Fetcher, Arc<LayerCache>) {
     let weights = builder.leaf(sys::GGML_TYPE_F32, [8, 4, N_EXPERT.into()]);
     let layer = Arc::new(Layer::new(0, weights, 2));
     let engine = Shared::default();
-    let memory = Arc::new(DeviceMemory::new(Device::cpu().unwrap(), Limit::Nothing));
-    let ((), reservation) = memory.measure(|| ());
     let cached = Cached { layer, cache: cache.clone() };
-    let fetcher = Fetcher::new(Box::new(engine.clone()), reservation, handle, vec![Some(cached)]);
+    let fetcher = Fetcher::new(Box::new(engine.clone()), handle, vec![Some(cached)]);
     (engine, fetcher, cache)
 }
 
