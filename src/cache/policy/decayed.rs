@@ -43,7 +43,7 @@ impl Decayed {
         }
     }
 
-    /// Decayed uses per expert; divided by [`Self::calls`] they are uses per call.
+    /// Decayed uses per expert; divided by the decayed number of calls they are uses per call.
     pub fn counts(&self) -> &[f32] {
         &self.counts
     }

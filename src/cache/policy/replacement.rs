@@ -74,7 +74,7 @@ impl<P: Policy> ReplacementPolicy<P> {
         self.policy.scores()
     }
 
-    /// What an earlier run is remembered by; [`super::ranks`] makes it fit for a profile.
+    /// What an earlier run is remembered by; [`super::ranks()`] makes it fit for a profile.
     pub fn long_term_scores(&self) -> &[f32] {
         self.policy.long_term_scores()
     }

@@ -14,7 +14,7 @@ const CACHE_LINE: usize = 64;
 /// For each expert i: how often it was used, and how often each expert e was used after it.
 ///
 /// Counts are one byte each, `[n_from, n_to]`: 64 KiB for 256 experts, 3 MiB for 48 such layers. When an expert's uses
-/// reach [`MAX_USES`] its row is halved, so old habits fade without a pass over all rows.
+/// reach their limit its row is halved, so old habits fade without a pass over all rows.
 #[derive(Clone, Debug)]
 pub struct Transitions {
     counts: Box<[u8]>,

@@ -67,7 +67,7 @@ pub(crate) fn read(name: &str) -> Option<u64> {
     ALL.iter().find(|counter| counter.name == name).map(|counter| counter.get())
 }
 
-/// Arranges for [`write`] when the process ends by itself.
+/// Arranges for [`write()`] when the process ends by itself.
 pub(crate) fn write_at_exit() {
     extern "C" fn at_exit() {
         guard("writing statistics", (), write);
