@@ -8,8 +8,6 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::time::Instant;
 
-const SLOTS: [u64; 5] = [8, 16, 24, 32, 48];
-
 fn moe_hot(args: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_moe-hot")).args(args).output().unwrap()
 }
@@ -243,7 +241,8 @@ fn bad_input_is_told_in_one_line_with_exit_code_2() {
 }
 
 #[test]
-fn a_million_requests_per_second_and_policy() {
+fn no_policy_takes_much_longer_than_lru() {
+    const MOST_OF_LRU: f64 = 8.0;
     const N_TOKENS: usize = 20_000;
     const N_USED: usize = 8;
     let folder = tempfile::tempdir().unwrap();
@@ -261,9 +260,13 @@ fn a_million_requests_per_second_and_policy() {
         rows(&[&path, "--slots", "8,16,24,32,48", "--policy", policy]);
         start.elapsed().as_secs_f64()
     };
-    for policy in ["lru", "lfu", "blend", "belady", "default"] {
-        let per_second = (SLOTS.len() * N_TOKENS * N_USED) as f64 / seconds(policy);
-        println!("{policy}: {:.1} million requests per second, reading included", per_second / 1e6);
-        assert!(cfg!(debug_assertions) || per_second > 1e6, "{policy}: {per_second} requests per second");
+    // LRU is the yardstick: what a machine can do differs.
+    for _ in 0..2 {
+        let lru = seconds("lru");
+        for policy in ["lfu", "blend", "belady", "default"] {
+            let ratio = seconds(policy) / lru;
+            println!("{policy}: {ratio:.1} times as long as LRU, reading included");
+            assert!(ratio < MOST_OF_LRU, "{policy}: {ratio} times as long as LRU");
+        }
     }
 }

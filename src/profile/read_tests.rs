@@ -9,7 +9,7 @@ use proptest::prelude::*;
 use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::Path;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 const CORPUS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/hostile");
 
@@ -92,9 +92,20 @@ fn a_large_profile_takes_little_time_and_a_larger_one_is_not_read() {
         .map(|layer| serde_json::json!({"layer": layer, "experts": experts, "cold_experts": experts}))
         .collect();
     let text = serde_json::json!(layers).to_string();
-    let start = Instant::now();
-    assert_eq!(read(&text).unwrap().layers.len(), 200);
-    assert!(start.elapsed() < Duration::from_secs(1), "{:?}", start.elapsed());
+    // Against serde_json's own reading of the same text, in turns: the best of each counts.
+    let fastest = |read: &dyn Fn()| {
+        let time = || {
+            let start = Instant::now();
+            read();
+            start.elapsed()
+        };
+        (0..5).map(|_| time()).min().unwrap()
+    };
+    let ours = fastest(&|| assert_eq!(read(&text).unwrap().layers.len(), 200));
+    let plain = fastest(&|| {
+        assert_eq!(serde_json::from_str::<serde_json::Value>(&text).unwrap().as_array().unwrap().len(), 200)
+    });
+    assert!(ours < 10 * plain, "{ours:?}, serde_json alone {plain:?}");
 
     let file = tempfile::NamedTempFile::new().unwrap();
     file.as_file().set_len(1 << 40).unwrap();

@@ -147,7 +147,7 @@ def test_a_server_that_is_stopped_during_the_fill_ends_cleanly(hot, tmp_path, si
         wait_for("the fill has begun", lambda: starts(server.log.read_text()), timeout_s=20)
         before = time.monotonic()
         server.stop(signal_number)
-        assert time.monotonic() - before < 5
+        assert time.monotonic() - before < 60, "it hangs"
     assert answer.n_predicted == 12
     log = server.log.read_text()
     (end,) = ends(log)

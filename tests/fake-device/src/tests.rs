@@ -64,6 +64,13 @@ fn unsafe_copy(tensor: *const sys::ggml_tensor) -> sys::ggml_tensor {
 
 #[test]
 fn commands_run_in_order_and_the_caller_does_not_wait() {
+    // A machine can stop for longer than a command takes: one attempt that it leaves alone is enough.
+    const ATTEMPTS: usize = 10;
+    assert!((0..ATTEMPTS).any(|_| commands_run_in_order()), "the caller waits");
+}
+
+/// Returns whether all commands were sent before the first can have ended.
+fn commands_run_in_order() -> bool {
     let rig = Rig::new();
     set_latency();
     let instance = rig.instance();
@@ -76,10 +83,11 @@ fn commands_run_in_order_and_the_caller_does_not_wait() {
     instance.set(rig.input, &second);
     rig.compute(&instance);
     instance.get(rig.result, &mut after_second);
-    assert!(start.elapsed() < LATENCY);
+    let has_not_waited = start.elapsed() < LATENCY;
     instance.synchronize();
     assert!(start.elapsed() >= 2 * LATENCY);
     assert_eq!((after_first, after_second), ([2.0; N], [4.0; N]));
+    has_not_waited
 }
 
 #[test]
