@@ -205,5 +205,5 @@ def test_a_cache_that_is_given_up_gives_its_memory_back_while_the_server_lives(h
         server.complete("x", JUDGED_TOKENS + 300)
         assert OFF.search(server.log.read_text())
         # llama.cpp has buffers of its own on the device.
-        wait_for("the memory is given back", lambda: given_back(read_stats(stats)) > POOLS_AND_SCRATCH, timeout_s=10)
+        wait_for("the memory is given back", lambda: given_back(read_stats(stats)) > POOLS_AND_SCRATCH)
         server.stop()
