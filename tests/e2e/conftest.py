@@ -81,7 +81,7 @@ def rpc_endpoint(tmp_path):
     port = free_port()
     command = [paths.STOCK_BIN / "ggml-rpc-server", "-H", "127.0.0.1", "-p", port, "-d", "CPU", "-t", 1]
     with process(command, tmp_path / "rpc-server.log", stock_environment()):
-        wait_for("the RPC server listens", functools.partial(listens, port), timeout_s=20)
+        wait_for("the RPC server listens", functools.partial(listens, port))
         yield f"127.0.0.1:{port}"
 
 

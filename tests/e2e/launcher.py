@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paths import LAUNCHER
-from processes import stock_environment
+from processes import HANG_S, stock_environment
 
 OUR_VERSION = "version: 0.5.0-dev (build 11312, commit 0c1e57098)"
 SERVER_HELP = "-cmoe, --cpu-moe   keep all experts in the CPU\n-ncmoe, --n-cpu-moe N   of the first N layers"
-TIMEOUT_S = 30
 
 
 @dataclass
@@ -37,7 +36,7 @@ def launch(*args, cwd: Path | None = None, **environment: str) -> Answer:
         cwd=cwd,
         capture_output=True,
         text=True,
-        timeout=TIMEOUT_S,
+        timeout=HANG_S,
     )
     return Answer(done.returncode, done.stdout, done.stderr)
 

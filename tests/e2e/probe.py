@@ -65,6 +65,16 @@ def load(model: int = 0) -> dict:
     return {"op": "load", "model": model}
 
 
+def setting(name: str, value: int) -> dict:
+    """Changes a setting of FakeDevice's; without that device nothing."""
+    return {"op": "set", "name": name, "value": value}
+
+
+def until(counter: str, least: int) -> dict:
+    """Waits until FakeDevice has counted so much; not at all without that device."""
+    return {"op": "until", "counter": counter, "least": least}
+
+
 def differ(a: Result, b: Result) -> bool:
     return a.logits != b.logits
 

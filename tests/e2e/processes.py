@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import TypeVar
 
 POLL_S = 0.02
+# The end of what hangs: far more than anything here takes on a slow machine with other work, so that it decides on no test.
+HANG_S = 300
 NOT_INHERITED = ("GGML_", "LLAMA_", "MOE_HOT_", "FAKE_")
 PR_SET_PDEATHSIG = 1
 LIBC = ctypes.CDLL(None)
@@ -60,7 +62,7 @@ def stdout_of(log: Path) -> Path:
     return log.with_name(f"{log.name}.out")
 
 
-def run(command: list, log: Path, environment: dict[str, str], timeout_s: float = 60) -> str:
+def run(command: list, log: Path, environment: dict[str, str], timeout_s: float = HANG_S) -> str:
     """Runs a command to its end, which must be exit code 0, and returns what it wrote to stdout."""
     with process(command, log, environment) as child:
         code = child.wait(timeout=timeout_s)
@@ -68,7 +70,7 @@ def run(command: list, log: Path, environment: dict[str, str], timeout_s: float 
     return stdout_of(log).read_text(errors="replace")
 
 
-def wait_for(what: str, condition: Callable[[], T], timeout_s: float) -> T:
+def wait_for(what: str, condition: Callable[[], T], timeout_s: float = HANG_S) -> T:
     """Polls until the condition gives something true, and returns that."""
     deadline = time.monotonic() + timeout_s
     while True:

@@ -11,11 +11,8 @@ from pathlib import Path
 import requests
 
 import paths
-from processes import free_port, process, stock_environment, wait_for
+from processes import HANG_S, free_port, process, stock_environment, wait_for
 
-START_TIMEOUT_S = 30
-REQUEST_TIMEOUT_S = 60
-STOP_TIMEOUT_S = 20
 N_SEQUENCES = 4
 
 # The warm-up is a batch of two tokens that no HTTP request accounts for.
@@ -52,13 +49,13 @@ class Server:
     def healthy(self) -> bool:
         assert self.child.poll() is None, f"the server ended:\n{self.log.read_text(errors='replace')[-4000:]}"
         with contextlib.suppress(requests.ConnectionError):
-            return self.http.get(f"{self.url}/health", timeout=REQUEST_TIMEOUT_S).status_code == 200
+            return self.http.get(f"{self.url}/health", timeout=HANG_S).status_code == 200
         return False
 
     def _post(self, path: str, body: dict, stream: bool = False) -> requests.Response:
         response = requests.Session()
         response.trust_env = False
-        answer = response.post(f"{self.url}{path}", json=body, stream=stream, timeout=REQUEST_TIMEOUT_S)
+        answer = response.post(f"{self.url}{path}", json=body, stream=stream, timeout=HANG_S)
         assert answer.status_code == 200, answer.text
         return answer
 
@@ -102,13 +99,13 @@ class Server:
         return Answer(text, timings["prompt_n"], timings["predicted_n"])
 
     def busy_sequences(self) -> int:
-        slots = self.http.get(f"{self.url}/slots", timeout=REQUEST_TIMEOUT_S).json()
+        slots = self.http.get(f"{self.url}/slots", timeout=HANG_S).json()
         return sum(slot["is_processing"] for slot in slots)
 
     def stop(self, signal_number: int = signal.SIGTERM) -> None:
         """Asks the server to end, which it must do by itself, with exit code 0."""
         self.child.send_signal(signal_number)
-        code = self.child.wait(timeout=STOP_TIMEOUT_S)
+        code = self.child.wait(timeout=HANG_S)
         assert code == 0, f"exit code {code}:\n{self.log.read_text(errors='replace')[-4000:]}"
 
 
@@ -118,7 +115,7 @@ def start(command: list, folder: Path, name: str, environment: dict[str, str]) -
     log = folder / f"{name}.log"
     with process([*command, "--host", "127.0.0.1", "--port", port], log, environment) as child:
         server = Server(child, port, log)
-        wait_for(f"{name} is healthy", server.healthy, START_TIMEOUT_S)
+        wait_for(f"{name} is healthy", server.healthy)
         yield server
 
 

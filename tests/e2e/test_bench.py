@@ -7,7 +7,7 @@ import pytest
 
 import paths
 from models import generated
-from processes import stock_environment
+from processes import HANG_S, stock_environment
 
 SHORT = ["--pairs", 2, "--tokens", 40]
 # Few tokens, and a device that computes nothing changes what is asked for.
@@ -19,7 +19,7 @@ def bench(tmp_path, *arguments) -> dict:
     file = tmp_path / "measured.json"
     command = [paths.REPOSITORY / "scripts/bench", *arguments, *SHORT, "--model", generated("Q4_K"), "--json", file]
     done = subprocess.run(
-        [str(word) for word in command], env=stock_environment(), timeout=60, capture_output=True, text=True
+        [str(word) for word in command], env=stock_environment(), timeout=HANG_S, capture_output=True, text=True
     )
     assert done.returncode in EXIT_CODES and file.exists(), done.stderr[-2000:]
     measured = json.loads(file.read_text())
@@ -67,5 +67,5 @@ def test_overlap(tmp_path):
 
 def test_what_cannot_be_measured_is_refused(tmp_path):
     command = [paths.REPOSITORY / "scripts/bench", "overlap", "--pairs", "1"]
-    done = subprocess.run(command, env=stock_environment(), timeout=60, capture_output=True, text=True)
+    done = subprocess.run(command, env=stock_environment(), timeout=HANG_S, capture_output=True, text=True)
     assert done.returncode == 2 and "at least 2" in done.stderr

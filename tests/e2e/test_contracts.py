@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 
 from paths import PLUGIN, REPOSITORY, STOCK_BIN
-from processes import run, stock_environment
+from processes import HANG_S, run, stock_environment
 
 CONTRACTS = Path(os.environ.get("MOE_HOT_CONTRACTS", REPOSITORY / "build/contracts/moe-contracts"))
-TIMEOUT_S = 120
 
 
 def names() -> list[str]:
-    listed = subprocess.run([CONTRACTS, STOCK_BIN, "--list"], capture_output=True, text=True, check=True, timeout=TIMEOUT_S)
+    listed = subprocess.run([CONTRACTS, STOCK_BIN, "--list"], capture_output=True, text=True, check=True, timeout=HANG_S)
     return listed.stdout.split()
 
 
@@ -26,4 +25,4 @@ def test_contract(tmp_path, name):
     environment = stock_environment(
         GGML_BACKEND_PATH=str(PLUGIN), LLAMA_ARG_MOE_LAYER_PERF_OUT=str(tmp_path / "experts.json")
     )
-    run([CONTRACTS, STOCK_BIN, name], tmp_path / "log", environment, TIMEOUT_S)
+    run([CONTRACTS, STOCK_BIN, name], tmp_path / "log", environment)

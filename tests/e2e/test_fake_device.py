@@ -10,7 +10,7 @@ from fake import FAKE_DEVICE, ON_DEVICE, fake_environment, read_stats
 from models import generated
 from paths import PLUGIN, PROBE, STOCK_BIN
 from probe import DEVICE, assert_meaningful, assert_same_answer, decode, differ, greedy
-from processes import process, run
+from processes import HANG_S, process, run
 from test_equality import CHANGING_BATCHES, TWO_CONTEXTS
 
 ON_CPU = {"n_threads": 1}
@@ -59,7 +59,7 @@ def test_two_contexts_at_once(probe):
 )
 def test_llamas_own_operator_tests_pass(tmp_path, op, cases):
     command = [STOCK_BIN / "test-backend-ops", "test", "-b", FAKE_DEVICE, "-o", op, "-p", cases]
-    output = run(command, tmp_path / "log", fake_environment(stats=tmp_path / "stats"), timeout_s=120)
+    output = run(command, tmp_path / "log", fake_environment(stats=tmp_path / "stats"))
     passed, total = re.findall(r"(\d+)/(\d+) tests passed", output)[0]
     assert int(passed) == int(total) > 0
     assert read_stats(tmp_path / "stats")["graphs"] > 0
@@ -87,7 +87,7 @@ def run_to_failure(tmp_path, steps: list = SHORT, cpu_moe: bool = False, **setti
     what = {"model": str(generated("Q4_K")), "steps": steps, "cpu_moe": cpu_moe, **ON_DEVICE}
     scenario.write_text(json.dumps(what))
     with process([PROBE, scenario, tmp_path], log, fake_environment(**settings)) as child:
-        code = child.wait(timeout=60)
+        code = child.wait(timeout=HANG_S)
     assert code == 1, f"exit code {code}"
     return log.read_text(errors="replace")
 
@@ -149,9 +149,8 @@ def test_a_computation_that_fails_is_reported(tmp_path):
 
 
 def test_settings_change_while_running(probe, tmp_path):
-    """The control file's word comes after the environment's."""
+    """The control file's word comes after the environment's, which would make this last for days."""
     control = tmp_path / "control"
     control.write_text("latency_us=0\n")
-    environment = fake_environment(control=control, latency_us=1_000_000)
-    result = probe.faking(generated("Q4_K"), SHORT, environment, cpu_moe=False, **ON_DEVICE)
-    assert all(batch["microseconds"] < 1_000_000 for batch in result.batches)
+    environment = fake_environment(control=control, latency_us=10**11)
+    assert probe.faking(generated("Q4_K"), SHORT, environment, cpu_moe=False, **ON_DEVICE).batches

@@ -11,10 +11,9 @@ import pytest
 
 from models import generated
 from paths import PLUGIN, STOCK_BIN
-from processes import run, stock_environment
+from processes import HANG_S, run, stock_environment
 
 PROMPT = ["-no-cnv", "--temp", "0", "-n", "8", "-t", "1", "-p", "Once upon a time there was a"]
-TIMEOUT_S = 60
 
 
 @pytest.fixture
@@ -27,7 +26,7 @@ def pretend(tmp_path):
             f'const char * ggml_commit(void) {{ return "{commit}"; }}\n'
             f'const char * ggml_version(void) {{ return "{version}"; }}\n'
         )
-        subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, source], check=True, timeout=TIMEOUT_S)
+        subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, source], check=True, timeout=HANG_S)
         return library
 
     return build
@@ -37,7 +36,7 @@ def complete(folder: Path, name: str, **environment: str) -> tuple[str, list[str
     """What llama-completion writes, and the plugin's own log lines."""
     log = folder / name
     command = [STOCK_BIN / "llama-completion", "-m", generated("Q4_K"), "--cpu-moe", *PROMPT]
-    text = run(command, log, stock_environment(**environment), TIMEOUT_S)
+    text = run(command, log, stock_environment(**environment))
     return text, [line for line in log.read_text(errors="replace").splitlines() if "moe-hot: " in line]
 
 
@@ -87,7 +86,7 @@ def test_a_second_copy_of_ggml_is_refused():
         env=stock_environment(LD_LIBRARY_PATH=str(STOCK_BIN)),
         capture_output=True,
         text=True,
-        timeout=TIMEOUT_S,
+        timeout=HANG_S,
     )
     assert done.returncode == 0 and done.stdout.strip() == "None", done
     assert "no CPU device" in done.stderr and "statically" in done.stderr

@@ -1,22 +1,21 @@
-"""Profiles that nobody should trust: each is refused with exit code 2 and its own line, and none takes long."""
+"""Profiles that nobody should trust: each is refused with exit code 2 and its own line, and none is read or followed
+without an end."""
 
 import json
 import os
 import shutil
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 
 from launcher import Answer, assert_refused, launch, write_fake
 from paths import LAUNCHER, PLUGIN, REPOSITORY
+from processes import HANG_S
 
 CORPUS = REPOSITORY / "tests/hostile"
 EXPECTED = json.loads((CORPUS / "expected.json").read_text())
 SCHEMA = "llama.cpp.moe_layer_perf.v1"
-N_BRACKETS = 200_000_000
-QUICKLY_S = 60  # for a program that hangs or goes through all of it, on any machine
 NOBODY = "nobody"
 
 
@@ -47,20 +46,18 @@ def test_every_file_of_the_corpus_is_expected():
 
 
 @pytest.mark.parametrize("bracket", ["[", "{", "[["])
-def test_200_mb_of_brackets_are_not_read(program, tmp_path, bracket):
+def test_what_follows_too_many_brackets_is_not_read(program, tmp_path, bracket):
+    """A TiB, which no machine reads in time, and none has to store."""
     path = tmp_path / "brackets.json"
-    path.write_text(bracket * (N_BRACKETS // len(bracket)))
-    started = time.monotonic()
+    path.write_text(bracket * 10_000)
+    os.truncate(path, 1 << 40)
     refuse(program, path, "larger than 64 MiB")
-    assert time.monotonic() - started < QUICKLY_S
 
 
 def test_60_mb_of_brackets_are_not_followed(program, tmp_path):
     path = tmp_path / "brackets.json"
     path.write_text("[" * 60_000_000)
-    started = time.monotonic()
     refuse(program, path, "nested too deeply")
-    assert time.monotonic() - started < QUICKLY_S
 
 
 def test_counts_that_overflow_together_are_refused(program, tmp_path):
@@ -103,7 +100,7 @@ def test_a_file_that_may_not_be_read_is_refused(tmp_path_factory):
         profile.write_text("{}")
         profile.chmod(0o600)
         command = [launcher, "true", "--moe-hot-cache", profile]
-        done = subprocess.run(command, user=NOBODY, capture_output=True, text=True, cwd="/", timeout=30)
+        done = subprocess.run(command, user=NOBODY, capture_output=True, text=True, cwd="/", timeout=HANG_S)
         assert_refused(Answer(done.returncode, done.stdout, done.stderr), str(profile), "Permission denied", "expected")
     finally:
         shutil.rmtree(folder)

@@ -37,7 +37,7 @@ def score(command: list, text: str, tmp_path, name: str, *arguments, environment
     file.write_text(text)
     model = shipped_model()
     command = [*command, "-m", model, "-f", file, *SCORE, *arguments]
-    return run(command, tmp_path / f"{name}.log", environment or stock_environment(), timeout_s=300)
+    return run(command, tmp_path / f"{name}.log", environment or stock_environment())
 
 
 def test_the_perplexity_is_stocks(tmp_path, rpc_endpoint):

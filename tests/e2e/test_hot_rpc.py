@@ -24,7 +24,7 @@ def ask(server: Server) -> list[Answer]:
 def wait_until_filled(server: Server) -> None:
     """The cache's start line stands in the log; its experts follow within a moment."""
     server.complete("warm", N_WARM_UP)
-    wait_for("the cache is allocated", lambda: starts(server.log.read_text()), timeout_s=20)
+    wait_for("the cache is allocated", lambda: starts(server.log.read_text()))
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from learning import MISS, UPDATE_RATE
 from models import generated
 from paths import LAUNCHER, PLUGIN, PROBE
 from probe import assert_same_answer, decode, greedy
-from processes import process, wait_for
+from processes import HANG_S, process, wait_for
 from server import COMMON_ARGUMENTS, start
 from test_profile_schema import VALIDATOR
 
@@ -168,7 +168,7 @@ def test_a_folder_that_may_not_be_written_to_costs_what_is_learnt(hot, profile, 
     profile.parent.chmod(0o555)
     try:
         command = [*without, PROBE, tmp_path / "run.json", tmp_path]
-        done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, timeout=HANG_S)
     finally:
         profile.parent.chmod(0o755)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -193,12 +193,12 @@ def test_a_process_that_is_killed_leaves_the_old_file_or_the_new_one(hot, profil
     n_whole = 0
     for _ in range(12):
         with process([PROBE, tmp_path / "run.json", tmp_path], tmp_path / "log", environment) as child:
-            wait_for("the cache is there", lambda: starts((tmp_path / "log").read_text()) or child.poll() == 0, 30)
+            wait_for("the cache is there", lambda: starts((tmp_path / "log").read_text()) or child.poll() == 0)
             try:
                 child.wait(chance.uniform(0, 0.3))
             except subprocess.TimeoutExpired:
                 child.send_signal(signal.SIGKILL)
-            child.wait(10)
+            child.wait(HANG_S)
         n_whole += profile.read_bytes() != before
         assert_whole(profile, program)
     print(f"{n_whole} of 12 had been written to")
@@ -215,9 +215,9 @@ def test_a_server_writes_every_minute_and_a_kill_costs_no_more_than_that(hot, pr
             server.complete([1, 2, 3], 8)
             return profile.read_bytes() != before
 
-        wait_for("it is written", is_written, timeout_s=90)
+        wait_for("it is written", is_written)
         server.child.send_signal(signal.SIGKILL)
-        server.child.wait(20)
+        server.child.wait(HANG_S)
     raw = assert_whole(profile, write_fake(tmp_path / "llama-fake"))
     assert all(layer["ranks"] and layer["resident"] for layer in raw["moe_hot"]["layers"])
     only_file(profile)

@@ -7,7 +7,7 @@ import pytest
 
 import paths
 from models import generated
-from processes import stock_environment
+from processes import HANG_S, stock_environment
 
 BAD_RUNS = {
     "no JSON": ("{", "parse error"),
@@ -30,7 +30,7 @@ def test_bad_runs_are_refused(tmp_path, name):
     file = tmp_path / "run.json"
     file.write_text(run if isinstance(run, str) else json.dumps(run))
     command = [paths.PROBE, file, tmp_path]
-    done = subprocess.run(command, check=False, env=stock_environment(), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, check=False, env=stock_environment(), capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 2
     lines = [line for line in done.stderr.splitlines() if line.startswith("moe-probe: ")]
     assert len(lines) == 1

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from paths import REPOSITORY
+from processes import HANG_S
 
-TIMEOUT_S = 60
 ARCHIVE = "llama_cpp_python-0.3.36"
 HEAD = f"{ARCHIVE}/.git/modules/vendor/llama.cpp/HEAD"
 TOOLS = ["bash", "basename", "dirname", "mkdir", "sh", "cat", "cut", "sort", "head", "grep"]
@@ -38,7 +38,7 @@ def refusal(checkout: Path, script: str, **environment: str) -> str:
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=TIMEOUT_S,
+        timeout=HANG_S,
     )
     assert done.returncode == 2, done
     return done.stderr.splitlines()[-1]
@@ -89,7 +89,7 @@ def test_the_right_archive_is_unpacked_once(checkout):
     commit = "0c1e57098bba43ac29e6e3b677cdceebdd22334f"
     pin(checkout, SDIST_SHA256=hashlib.sha256(offer_archive(checkout, commit)).hexdigest())
     for _ in range(2):
-        subprocess.run([checkout / "scripts/fetch-llama"], check=True, capture_output=True, timeout=TIMEOUT_S)
+        subprocess.run([checkout / "scripts/fetch-llama"], check=True, capture_output=True, timeout=HANG_S)
     assert (checkout / "llama.cpp/CMakeLists.txt").read_text() == "project(x)\n"
     assert not (checkout / "llama.cpp/.git").exists()
 

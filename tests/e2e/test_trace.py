@@ -13,7 +13,7 @@ from experts_json import Profile
 from launcher import assert_refused, launch, write_fake
 from models import generated
 from probe import DEVICE, assert_same_answer, decode, greedy
-from processes import run, stock_environment, wait_for
+from processes import HANG_S, run, stock_environment, wait_for
 from server import COMMON_ARGUMENTS, start
 from traces import MAGIC, Trace
 
@@ -39,7 +39,7 @@ def traced(probe, model: Path, folder: Path, **variables) -> tuple:
 
 def replay(*arguments) -> list[dict]:
     command = [str(word) for word in (paths.LAUNCHER, "replay", "--json", "-", *arguments)]
-    return json.loads(subprocess.run(command, capture_output=True, check=True, timeout=120).stdout)
+    return json.loads(subprocess.run(command, capture_output=True, check=True, timeout=HANG_S).stdout)
 
 
 def test_the_trace_has_the_counts_of_the_profile(probe, model, tmp_path):
@@ -92,9 +92,9 @@ def test_a_killed_process_leaves_a_trace_that_can_be_read(tmp_path):
         return trace.exists() and trace.stat().st_size > 1000
 
     with server(tmp_path, trace) as running:
-        wait_for("the trace has something", has_tokens, timeout_s=40)
+        wait_for("the trace has something", has_tokens)
         running.child.send_signal(signal.SIGKILL)
-        running.child.wait(timeout=20)
+        running.child.wait(timeout=HANG_S)
     (row,) = replay("--slots", "8", "--policy", "lru", trace)
     assert 0 < row["hit"] < 1
 

@@ -9,12 +9,11 @@ from pathlib import Path
 import requests
 
 import paths
-from processes import stock_environment, wait_for
-from server import GREEDY, REQUEST_TIMEOUT_S, Server, start
+from processes import HANG_S, stock_environment, wait_for
+from server import GREEDY, Server, start
 
 COMMON = ["--no-repack", "--no-warmup", "-t", 2, "-c", 1024, "-np", 1]
 N_PROBABILITIES = 4
-STATE_TIMEOUT_S = 20
 
 
 @dataclass
@@ -46,7 +45,7 @@ def request(server: Server, method: str, path: str, body: dict | None = None):
     """On a connection of its own: a router closes those that it keeps open whenever it likes."""
     with requests.Session() as session:
         session.trust_env = False  # no proxy
-        response = session.request(method, f"{server.url}{path}", json=body, timeout=REQUEST_TIMEOUT_S)
+        response = session.request(method, f"{server.url}{path}", json=body, timeout=HANG_S)
     assert response.status_code == 200, response.text
     return response.json()
 
@@ -75,7 +74,7 @@ def ask(server: Server, prompt: str, n_predict: int, **more) -> Answer:
 
 
 def wait_for_sleep(server: Server) -> None:
-    wait_for("the server sleeps", lambda: get(server, "/props")["is_sleeping"], STATE_TIMEOUT_S)
+    wait_for("the server sleeps", lambda: get(server, "/props")["is_sleeping"])
 
 
 def router_states(server: Server) -> dict[str, str]:
@@ -84,4 +83,4 @@ def router_states(server: Server) -> dict[str, str]:
 
 def unload(server: Server, model: str) -> None:
     post(server, "/models/unload", {"model": model})
-    wait_for(f"{model} is unloaded", lambda: router_states(server)[model] == "unloaded", STATE_TIMEOUT_S)
+    wait_for(f"{model} is unloaded", lambda: router_states(server)[model] == "unloaded")

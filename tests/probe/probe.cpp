@@ -16,6 +16,9 @@
 //                                                            that is loaded or unloaded
 //   {"op": "unload", "model": 0}                             with its contexts
 //   {"op": "load", "model": 0}                               again, with new contexts
+// Where FakeDevice (tests/fake-device) is loaded; elsewhere they do nothing:
+//   {"op": "set", "name": "hold_writes", "value": 0}         changes a setting
+//   {"op": "until", "counter": "set_async_calls", "least": 9} waits until so much is counted
 
 #include "ggml-backend.h"
 #include "llama.h"
@@ -24,6 +27,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstdint>
 #include <cstdio>
 #include <cstring>
 #include <filesystem>
@@ -34,6 +38,7 @@
 #include <mutex>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <vector>
 
 using json = nlohmann::json;
@@ -230,6 +235,32 @@ ContextPtr make_context(llama_model * model, const json & run, llama_adapter_lor
         throw std::runtime_error("cannot use the adapter");
     }
     return context;
+}
+
+// ---- FakeDevice ----
+
+// A function of FakeDevice's, or NULL where it is not loaded.
+template <typename Function> Function of_fake_device(const char * name) {
+    ggml_backend_dev_t device = ggml_backend_dev_by_name("FAKE0");
+    return device ? (Function) ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(device), name) : nullptr;
+}
+
+void set(const std::string & name, int64_t value) {
+    auto set = of_fake_device<bool (*)(const char *, int64_t)>("fake_set");
+    if (set && !set(name.c_str(), value)) {
+        throw BadInput("FakeDevice has no setting \"" + name + "\"");
+    }
+}
+
+// Whoever started us ends a wait without an end.
+void wait_until(const std::string & counter, uint64_t least) {
+    auto stat = of_fake_device<uint64_t (*)(const char *)>("fake_stat");
+    if (stat && stat(counter.c_str()) == UINT64_MAX) {
+        throw BadInput("FakeDevice has no counter \"" + counter + "\"");
+    }
+    while (stat && stat(counter.c_str()) < least) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
 }
 
 // ---- steps ----
@@ -443,6 +474,14 @@ Output run_step(Host & host, const json & step) {
     if (op == "load" || op == "unload") {
         const size_t model = host.model(step.at("model"));
         op == "load" ? host.load(model) : host.unload(model);
+        return {};
+    }
+    if (op == "set") {
+        set(step.at("name"), step.at("value"));
+        return {};
+    }
+    if (op == "until") {
+        wait_until(step.at("counter"), step.at("least"));
         return {};
     }
     Session & session = host.session(step.value("context", 0));

@@ -93,6 +93,10 @@ unsafe extern "C" fn set_tensor_async(
         stats::SET_ASYNC_CALLS.add(1);
         stats::SET_ASYNC_BYTES.add(size as u64);
         if size as u64 >= settings::FAULT_MIN_BYTES.get() {
+            stats::LARGE_WRITES.add(1);
+            if settings::HOLD_WRITES.is_on() {
+                queue.submit(Command::Held);
+            }
             if faults::HANG.strikes() {
                 return queue.submit(Command::Hang);
             }

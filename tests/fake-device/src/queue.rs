@@ -22,9 +22,14 @@ const MAX_SPARE_SNAPSHOTS: usize = 4;
 /// Some queue is stuck for good: nobody who frees something may wait any more.
 static IS_ANY_STUCK: AtomicBool = AtomicBool::new(false);
 static QUEUES: Mutex<Vec<Weak<Queue>>> = Mutex::new(Vec::new());
+/// A setting has changed: those who are held look again.
+static HAS_CHANGED: Condvar = Condvar::new();
+static HELD: Mutex<()> = Mutex::new(());
 
 /// What a queue does. Addresses are real ones, or the host's.
 pub(crate) enum Command {
+    /// Waits until writes are not held any more.
+    Held,
     /// Copies `size` bytes, read only when its turn comes; between host and device, it takes the time of a transfer.
     Copy { from: *const u8, to: *mut u8, size: usize, is_transfer: bool },
     /// Computes, if there is something to compute, and takes the latency, if it applies.
@@ -171,13 +176,20 @@ impl Command {
             }
             Self::Wait(event, number) => event.is_reached(*number),
             Self::Compute { graph, .. } => graph.is_none(),
-            Self::Hang | Self::Stop => false,
+            Self::Held | Self::Hang | Self::Stop => false,
         }
     }
 
     /// Runs it, and returns when the device would have ended it.
     fn run(self, start: Instant, queue: &Queue, cpu: &Cpu) -> Instant {
         match self {
+            Self::Held => {
+                let mut held = lock(&HELD);
+                while settings::HOLD_WRITES.is_on() {
+                    held = wait(&HAS_CHANGED, held);
+                }
+                Instant::now()
+            }
             Self::Copy { from, to, size, is_transfer } => {
                 // SAFETY: as for `Send`: the host keeps both ranges, and it is this command's turn.
                 unsafe { to.copy_from(from, size) };
@@ -223,6 +235,12 @@ fn work(queue: &Queue, cpu: Cpu) {
             return;
         }
     }
+}
+
+/// Tells those who wait for a setting that one has changed.
+pub(crate) fn look_at_settings() {
+    drop(lock(&HELD)); // nobody is between looking and waiting
+    HAS_CHANGED.notify_all();
 }
 
 /// Waits until all that is queued anywhere is done, as freeing a GPU's memory does; unless something is stuck.

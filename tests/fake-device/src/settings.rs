@@ -1,7 +1,7 @@
 //! Settings: numbers with names, from the environment (`FAKE_LATENCY_US=100`), from the file that `FAKE_CONTROL` names
 //! (`latency_us=100`, re-read while running whenever it changes), or from a host in this process (`fake_set`).
 
-use crate::{faults, say};
+use crate::{faults, queue, say};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicI64, Ordering::Relaxed};
 use std::time::{Duration, SystemTime};
@@ -64,7 +64,9 @@ settings! {
     INTEGRATED = "integrated", 0;
     /// The device has a host buffer type.
     HOST_BUFFER = "host_buffer", 0;
-    /// Smaller asynchronous writes are no occasion for the faults `copy` and `hang`.
+    /// Asynchronous writes wait until it is 0 again, and with them their queues.
+    HOLD_WRITES = "hold_writes", 0;
+    /// Smaller asynchronous writes are not held, and are no occasion for the faults `copy` and `hang`.
     FAULT_MIN_BYTES = "fault_min_bytes", 0;
     /// An allocation that is larger, or makes the total larger, fails; 0 is unlimited.
     FAULT_ALLOC_OVER_MIB = "fault_alloc_over_mib", 0;
@@ -75,6 +77,7 @@ pub(crate) fn set(name: &str, value: i64) -> bool {
     match ALL.iter().find(|setting| setting.name == name) {
         Some(setting) => {
             setting.value.store(value, Relaxed);
+            queue::look_at_settings();
             true
         }
         None => name.strip_prefix(FAULT_PREFIX).is_some_and(|fault| faults::set(fault, value)),
@@ -84,13 +87,13 @@ pub(crate) fn set(name: &str, value: i64) -> bool {
 /// All as at the start, and no faults.
 #[cfg(test)]
 pub(crate) fn reset() {
-    ALL.iter().for_each(|setting| setting.value.store(setting.default, Relaxed));
+    ALL.iter().for_each(|setting| assert!(set(setting.name, setting.default)));
     ["alloc", "copy", "hang", "compute", "init"].iter().for_each(|fault| assert!(faults::set(fault, 0)));
 }
 
 /// Commands may be run by the caller where they would take no time anyway.
 pub(crate) fn may_run_inline() -> bool {
-    NULL_COMPUTE.is_on() && LATENCY_US.get() == 0 && BANDWIDTH_MBS.get() == 0
+    NULL_COMPUTE.is_on() && LATENCY_US.get() == 0 && BANDWIDTH_MBS.get() == 0 && !HOLD_WRITES.is_on()
 }
 
 /// Reads every variable that begins with `FAKE_`; the error says which one is wrong.
@@ -149,21 +152,21 @@ fn follow(path: &Path, mut seen: Version) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::testing::Rig;
+    use crate::testing::{NEVER, Rig};
     use std::time::Instant;
 
     #[test]
     fn the_control_file_is_followed() {
-        const WITHIN: Duration = Duration::from_secs(5);
         let _turn = Rig::new();
         let path = env::temp_dir().join(format!("fake-device-control-{}", std::process::id()));
         let file = path.clone();
         thread::spawn(move || follow(&file, None));
-        for latency in [3, 14, 15] {
+        // Of other lengths: two versions within one tick of the file system's clock differ too.
+        for latency in [3, 14, 159] {
             fs::write(&path, format!("null_compute=1\n\nlatency_us={latency}\n")).unwrap();
-            let deadline = Instant::now() + WITHIN;
+            let deadline = Instant::now() + NEVER;
             while LATENCY_US.get() != latency {
-                assert!(Instant::now() < deadline);
+                assert!(Instant::now() < deadline, "latency {latency} is not applied");
                 thread::sleep(CONTROL_INTERVAL);
             }
         }

@@ -50,6 +50,8 @@ counters! {
     PEAK_BYTES = "peak_bytes";
     SET_ASYNC_CALLS = "set_async_calls";
     SET_ASYNC_BYTES = "set_async_bytes";
+    /// Those of at least `fault_min_bytes`.
+    LARGE_WRITES = "large_writes";
     GET_ASYNC_CALLS = "get_async_calls";
     GET_ASYNC_BYTES = "get_async_bytes";
     /// Graphs accepted, whether or not the mathematics was skipped.

@@ -4,9 +4,12 @@
 use crate::{device, lock, settings, stats, sys};
 use std::ptr::{null, null_mut};
 use std::sync::{Mutex, MutexGuard, Once};
+use std::time::Duration;
 
 pub(crate) const N: usize = 16;
 const N_EXPERTS: i64 = 4;
+/// The end of a wait for what has gone wrong; no machine takes so long.
+pub(crate) const NEVER: Duration = Duration::from_secs(120);
 static TURN: Mutex<()> = Mutex::new(());
 
 /// `result = input * 2`, and a graph with experts in it, in device memory.
