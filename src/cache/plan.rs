@@ -89,7 +89,7 @@ pub struct LayerPlan {
     pub layer: Layer,
     /// Slots in this layer's pool.
     pub slots: u16,
-    /// Experts to fill, hottest first, at most `slots`. Empty if the profile lacks the layer or saw no request for it.
+    /// Experts to fill, hottest first, at most `slots`. Empty if the profile lacks the layer or counts no request for it.
     pub experts: Vec<Expert>,
     /// Device memory of the pool.
     pub bytes: Bytes,

@@ -1,6 +1,7 @@
 //! Why the command ends, and with which exit code.
 
 use anyhow::Error;
+use std::io;
 use std::process::ExitCode;
 
 /// Why the command ends.
@@ -46,6 +47,15 @@ impl<T, E: Into<Error>> OrFail<T> for Result<T, E> {
     }
 }
 
+/// A file that cannot be opened or made: bad input where another name would do, else a failure of the system.
+pub fn file_failure(error: io::Error, what: String) -> Failure {
+    use io::ErrorKind::{IsADirectory, NotADirectory, NotFound, PermissionDenied, ReadOnlyFilesystem};
+    let is_input =
+        matches!(error.kind(), NotFound | PermissionDenied | IsADirectory | NotADirectory | ReadOnlyFilesystem);
+    let error = Error::new(error).context(what);
+    if is_input { Failure::Input(error) } else { Failure::Internal(error) }
+}
+
 /// The text with control characters written out, whatever a file is called.
 fn one_line(text: &str) -> String {
     let written = |c: char| if c.is_control() { c.escape_default().to_string() } else { c.to_string() };
@@ -61,6 +71,13 @@ mod tests {
     fn bad_input_ends_with_2_and_everything_else_with_1() {
         assert_eq!(Err::<(), _>(anyhow!("x")).or_input().unwrap_err().exit_code(), ExitCode::from(2));
         assert_eq!(Err::<(), _>(anyhow!("x")).or_internal().unwrap_err().exit_code(), ExitCode::from(1));
+    }
+
+    #[test]
+    fn a_file_in_a_folder_that_is_not_there_is_bad_input_and_a_full_disk_is_not() {
+        let code = |kind| file_failure(io::Error::from(kind), "x".into()).exit_code();
+        assert_eq!(code(io::ErrorKind::NotFound), ExitCode::from(2));
+        assert_eq!(code(io::ErrorKind::StorageFull), ExitCode::from(1));
     }
 
     #[test]

@@ -1,16 +1,15 @@
 //! Starting the program: environment, expert placement, exec.
 
-use super::failure::{Failure, OrFail};
+use super::failure::{Failure, OrFail, file_failure};
 use super::flags::{self, Flags};
 use super::program::{Program, places_experts};
 use super::{devices, fit};
 use crate::gguf::ModelFile;
 use crate::options::HOT_CACHE_DEVICE;
 use crate::options::host::{self, BACKEND_PATH, FIT_TARGET, MODEL, NO_HOST};
-use anyhow::{Context, Result, anyhow, ensure};
+use anyhow::{Context, Result, ensure};
 use std::env;
 use std::ffi::OsString;
-use std::io::ErrorKind;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -25,9 +24,7 @@ pub fn launch(command: Vec<OsString>) -> Failure {
         Err(failure) => return failure,
     };
     let error = command.exec();
-    let is_input = matches!(error.kind(), ErrorKind::NotFound | ErrorKind::PermissionDenied);
-    let error = anyhow!(error).context(format!("{}: cannot be started", Path::new(command.get_program()).display()));
-    if is_input { Failure::Input(error) } else { Failure::Internal(error) }
+    file_failure(error, format!("{}: cannot be started", Path::new(command.get_program()).display()))
 }
 
 /// The folder of this executable, and the plugin in or near it.

@@ -1,4 +1,4 @@
-//! Writing a trace while the model runs. Allocates nothing per call once every layer was seen.
+//! Writing a trace while the model runs. Allocates nothing per call once every layer is known.
 
 use super::binary::{BATCH, LAYER, MAGIC, MODEL};
 use super::data::{LayerInfo, MAX_EXPERTS};

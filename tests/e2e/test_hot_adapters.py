@@ -29,8 +29,8 @@ def converse(server, order: list) -> list:
     return [ask(server, f"Text {active}: ", 24, lora=scales(active)).probabilities for active in order]
 
 
-N_SCALES = 80  # each a recipe of its own: more than a context remembers
-LONG_PROMPT = "A text of more tokens than the plugin sees: " * 4  # a recipe is first seen in a graph that is used again
+N_SCALES = 80  # each an FFN template of its own: more than a context remembers
+LONG_PROMPT = "A text of more tokens than the plugin sees: " * 4  # a template first appears in a graph that is used again
 
 
 @pytest.fixture(scope="module")

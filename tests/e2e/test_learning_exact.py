@@ -81,7 +81,7 @@ AT_ONCE = [
 
 @pytest.mark.parametrize("rule", RULES)
 def test_two_contexts_in_two_threads(learning, model_of_two, rule):
-    """They look for residents, wish for others and copy over the same slots at once."""
+    """They look for residents, ask for others and copy over the same slots at once."""
     assert_same_while_swapping(learning, model_of_two, AT_ONCE, rule, contexts=2, n_threads=1)
 
 

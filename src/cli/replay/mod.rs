@@ -4,7 +4,7 @@ mod names;
 mod play;
 mod report;
 
-use super::failure::{Failure, OrFail};
+use super::failure::{Failure, OrFail, file_failure};
 use crate::cache::policy::CopyCost;
 use crate::profile::RecordedProfile;
 use crate::trace::Trace;
@@ -13,6 +13,7 @@ use clap::{Args, ValueEnum};
 use names::{PolicyName, Warm};
 use play::{Case, play};
 use report::Row;
+use std::fs::File;
 use std::path::{Path, PathBuf};
 
 /// Most slots per layer that can be asked for.
@@ -76,7 +77,10 @@ pub fn replay(args: &ReplayArgs) -> Result<(), Failure> {
     match &args.json {
         None => report::table(&rows),
         Some(path) if path == Path::new("-") => report::json(&rows, std::io::stdout().lock()),
-        Some(path) => report::json_file(&rows, path),
+        Some(path) => {
+            let failure = |error| file_failure(error, format!("{}: cannot be written", path.display()));
+            report::json_file(&rows, File::create(path).map_err(failure)?, path)
+        }
     }
     .or_internal()
 }

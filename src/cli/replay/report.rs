@@ -95,7 +95,6 @@ pub fn json(rows: &[Row], mut out: impl Write) -> Result<()> {
     writeln!(out).and_then(|()| out.flush()).context("writing JSON")
 }
 
-pub fn json_file(rows: &[Row], path: &Path) -> Result<()> {
-    let file = File::create(path).with_context(|| format!("{}: cannot be written", path.display()))?;
+pub fn json_file(rows: &[Row], file: File, path: &Path) -> Result<()> {
     json(rows, BufWriter::new(file)).with_context(|| path.display().to_string())
 }

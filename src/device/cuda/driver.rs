@@ -224,34 +224,3 @@ impl Drop for PageLocked {
         let _ = unsafe { result::free_host(self.start.as_ptr().cast::<c_void>()) };
     }
 }
-
-/// Ordinary host memory that a driver's function may write to through its address.
-pub(super) struct Pageable(NonNull<[u8]>);
-
-// SAFETY: plain memory that we own.
-unsafe impl Send for Pageable {}
-
-impl Pageable {
-    /// `size` zeros.
-    pub(super) fn new(size: usize) -> Self {
-        Self(NonNull::from(Box::leak(vec![0; size].into_boxed_slice())))
-    }
-
-    /// Where it begins.
-    pub(super) fn start(&self) -> NonNull<u8> {
-        self.0.cast()
-    }
-
-    /// All of it.
-    pub(super) fn bytes(&self) -> &[u8] {
-        // SAFETY: ours and initialised; whoever writes does so while no copy is in flight that we would look at.
-        unsafe { self.0.as_ref() }
-    }
-}
-
-impl Drop for Pageable {
-    fn drop(&mut self) {
-        // SAFETY: leaked by `new`, once; the driver has written what it will.
-        drop(unsafe { Box::from_raw(self.0.as_ptr()) });
-    }
-}

@@ -1,13 +1,12 @@
 //! Staging blocks: host memory for one expert each, page-locked where that can be had, the event of its copy, and memory for
 //! what is read back of it.
 
-use super::driver::{Event, PageLocked, Pageable, Stream};
+use super::driver::{Event, PageLocked, Stream};
 use crate::Error;
 use crate::Result;
 use crate::device::copy;
 use crate::device::copy::staging_blocks;
 use crate::ggml::{BufferType, HostBlock, Level, PROBE_BYTES, log};
-use std::ptr::NonNull;
 
 enum Memory {
     PageLocked(PageLocked),
@@ -18,7 +17,7 @@ enum Memory {
 pub(super) struct Block {
     memory: Memory,
     /// What was read back: both ends of each tensor, [`PROBE_BYTES`] each.
-    read_back: ReadBack,
+    read_back: PageLocked,
     /// Reached when the device has read the block and written what is read back.
     pub(super) event: Event,
 }
@@ -37,7 +36,7 @@ impl Block {
                 None => Memory::pageable(size)?,
             });
         }
-        let block = |memory| Ok(Self { memory, read_back: ReadBack::new(TENSORS, &mut pinned), event: Event::new()? });
+        let block = |memory| Ok(Self { memory, read_back: read_back_memory(TENSORS)?, event: Event::new()? });
         memories.into_iter().map(block).collect()
     }
 
@@ -79,38 +78,10 @@ fn page_locked(size: usize, pinned: &mut bool) -> Option<PageLocked> {
     }
 }
 
-/// Memory for what is read back. The driver's function returns at once for page-locked memory, and when the bytes are there
-/// for other memory.
-enum ReadBack {
-    PageLocked(PageLocked),
-    Pageable(Pageable),
-}
-
-impl ReadBack {
-    /// Room for both ends of so many tensors.
-    fn new(n_tensors: usize, pinned: &mut bool) -> Self {
-        let size = 2 * PROBE_BYTES * n_tensors.max(1);
-        page_locked(size, pinned).map_or_else(|| Self::Pageable(Pageable::new(size)), Self::PageLocked)
-    }
-
-    fn is_page_locked(&self) -> bool {
-        matches!(self, Self::PageLocked(_))
-    }
-
-    fn start(&self) -> NonNull<u8> {
-        match self {
-            Self::PageLocked(memory) => memory.start(),
-            Self::Pageable(memory) => memory.start(),
-        }
-    }
-
-    /// To be looked at once the device has written what it will.
-    fn bytes(&self) -> &[u8] {
-        match self {
-            Self::PageLocked(memory) => memory.bytes(),
-            Self::Pageable(memory) => memory.bytes(),
-        }
-    }
+/// Room for both ends of so many tensors. Always page-locked: the driver's function waits, without a limit, for bytes that go to
+/// other memory.
+fn read_back_memory(n_tensors: usize) -> Result<PageLocked> {
+    PageLocked::new(2 * PROBE_BYTES * n_tensors.max(1))
 }
 
 impl Block {
@@ -128,8 +99,7 @@ impl Block {
     ) -> Result<()> {
         let n_tensors = targets.clone().count();
         if self.read_back.bytes().len() < 2 * PROBE_BYTES * n_tensors {
-            let mut pinned = self.read_back.is_page_locked();
-            self.read_back = ReadBack::new(n_tensors, &mut pinned);
+            self.read_back = read_back_memory(n_tensors)?;
         }
         let mut rest = self.bytes(len)?;
         for (address, len) in targets.clone() {

@@ -20,7 +20,7 @@ const MAX_TEMPLATES: usize = 64;
 /// What one context has recognised.
 pub struct Splits {
     runtime: &'static Runtime,
-    /// The context's model, once a layer was seen.
+    /// The context's model, once a layer is known.
     pub model: Option<Arc<Model>>,
     known: HashMap<NonZeroU64, Vec<ResolvedBlock>>,
     /// The last split that had no uid.

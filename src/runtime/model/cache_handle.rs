@@ -21,7 +21,7 @@ pub struct CacheHandle {
     pub queue: Arc<FetchQueue>,
     /// The model's count of bytes copied.
     copied_bytes: Arc<AtomicU64>,
-    /// The model's wish for a new fill.
+    /// Whether the model's cache is to be filled anew.
     refill: Arc<Refill>,
     idle: Mutex<Vec<Weak<dyn IdleMemory>>>,
     is_over: AtomicBool,

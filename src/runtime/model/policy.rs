@@ -15,7 +15,7 @@ const COST_BEFORE_MEASURED: CopyCost = CopyCost { price: 1.0, lag: 4 };
 /// A layer's policy, and its allowance of replacements.
 pub struct LayerPolicy {
     policy: ReplacementPolicy<Blend>,
-    /// Calls seen.
+    /// Calls observed.
     calls: u32,
     /// Replacements allowed per token; `None`: as many as pay.
     per_token: Option<f32>,
@@ -54,7 +54,7 @@ impl LayerPolicy {
         }
     }
 
-    /// Calls seen so far.
+    /// Calls observed so far.
     pub fn calls(&self) -> u32 {
         self.calls
     }

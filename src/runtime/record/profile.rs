@@ -127,12 +127,12 @@ fn keep(record: &mut LayerRecord, earlier: &RecordedLayer) {
 
 /// Layers that this session has not computed, as they were.
 fn add_missing(profile: &mut Profile, earlier: &RecordedProfile) {
-    for (&layer, known) in &earlier.layers {
-        if profile.layers.iter().any(|seen| seen.layer == layer) {
+    for (&layer, earlier) in &earlier.layers {
+        if profile.layers.iter().any(|known| known.layer == layer) {
             continue;
         }
-        profile.layers.push(LayerPerf::new(layer, 0, Vec::new(), Vec::new(), known.requests.clone()));
-        let (Some(section), Some(n_expert)) = (&mut profile.moe_hot, known.n_expert) else { continue };
+        profile.layers.push(LayerPerf::new(layer, 0, Vec::new(), Vec::new(), earlier.requests.clone()));
+        let (Some(section), Some(n_expert)) = (&mut profile.moe_hot, earlier.n_expert) else { continue };
         let mut record = LayerRecord {
             layer,
             n_expert,
@@ -144,7 +144,7 @@ fn add_missing(profile: &mut Profile, earlier: &RecordedProfile) {
             ranks: Vec::new(),
             resident: Vec::new(),
         };
-        keep(&mut record, known);
+        keep(&mut record, earlier);
         section.layers.push(record);
     }
     profile.layers.sort_by_key(|layer| layer.layer);
