@@ -232,6 +232,8 @@ impl Runtime {
 
     /// Once there is something to record: says so, and starts to save while the program runs.
     fn start_recording(&'static self) {
+        // First, so that no context adds to a trace that is not there yet.
+        self.trace.get_or_init(|| TraceFile::new(self.config.trace_out.as_ref()?));
         if self.is_recording.swap(true, Relaxed) {
             return;
         }
@@ -243,7 +245,6 @@ impl Runtime {
                 self.say_recording(path);
             }
         });
-        self.trace.get_or_init(|| TraceFile::new(self.config.trace_out.as_ref()?));
         let thread = SaveThread::start(move |with_learnt| self.save(with_learnt));
         let mut state = self.state();
         let is_wanted = state.live_contexts > 0 && state.save_thread.is_none();

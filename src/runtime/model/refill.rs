@@ -33,6 +33,10 @@ impl Default for Refill {
 impl Refill {
     /// Asks for another fill. A bounded number of times: the last one says that there will be no more.
     pub fn want(&self) {
+        if self.is_wanted.load(Relaxed) {
+            self.is_new.store(true, Relaxed);
+            return;
+        }
         match self.n_refills.fetch_add(1, Relaxed) {
             n if n < MAX_REFILLS => {
                 self.is_new.store(true, Relaxed);
@@ -81,8 +85,16 @@ mod tests {
     }
 
     #[test]
+    fn asking_again_before_the_fill_does_not_count() {
+        let refill = Refill::default();
+        (0..2 * MAX_REFILLS).for_each(|_| refill.want());
+        assert!(refill.take(0, 0), "it was never filled anew");
+    }
+
+    #[test]
     fn there_is_an_end_to_refills() {
         let refill = Refill::default();
+        assert!(refill.take(0, 0), "the first fill");
         for _ in 0..MAX_REFILLS {
             refill.want();
             assert!(refill.take(0, 0));
