@@ -154,10 +154,6 @@ def session(hot, environment: dict, **fake):
     return ours
 
 
-def tail_us(result) -> float:
-    return median(batch["microseconds"] for batch in result.batches[-100:])
-
-
 @pytest.mark.parametrize("environment", [AS_IT_PAYS, {}], ids=["learning", "fixed"])
 def test_a_cache_that_loses_for_long_is_given_up(hot, environment):
     """Every layer waits a millisecond for the device, and takes a fraction of that on the CPU."""
@@ -165,10 +161,11 @@ def test_a_cache_that_loses_for_long_is_given_up(hot, environment):
     result = session(hot, environment, latency_us=latency_us)
     (line,) = result.complaints
     ours, cold = map(int, OFF.search(line).groups())
-    assert ours >= latency_us > cold
+    assert ours >= latency_us and ours > cold
     assert "answers stay the same" in line
-    slow = [batch["microseconds"] for batch in result.batches[100:-300]]
-    assert median(slow) > N_LAYERS * latency_us > 2 * tail_us(result), "later tokens do not wait"
+    # Later tokens do not use the device: as many calls as were judged, and the one batch before them.
+    judged = WINDOW * LOST_WINDOWS
+    assert judged <= result.stats["graphs"] <= judged + N_LAYERS < N_LAYERS * len(result.batches)
 
 
 @pytest.mark.parametrize("environment", [AS_IT_PAYS, {}], ids=["learning", "fixed"])
