@@ -64,7 +64,7 @@ impl<P: Policy> ReplacementPolicy<P> {
         self.admission.admits(newcomer, resident).then_some(Admission { admit, evict: Some(evict) })
     }
 
-    /// The expert to part with: the first with the lowest score. `None` of nobody.
+    /// The expert to evict: the first with the lowest score. `None` if `held` is empty.
     pub fn worst(&mut self, held: impl IntoIterator<Item = Expert>) -> Option<Expert> {
         self.least(held).map(|(expert, _)| expert)
     }
