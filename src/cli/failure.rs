@@ -47,13 +47,27 @@ impl<T, E: Into<Error>> OrFail<T> for Result<T, E> {
     }
 }
 
-/// A file that cannot be opened or made: bad input where another name would do, else a failure of the system.
-pub fn file_failure(error: io::Error, what: String) -> Failure {
-    use io::ErrorKind::{IsADirectory, NotADirectory, NotFound, PermissionDenied, ReadOnlyFilesystem};
-    let is_input =
-        matches!(error.kind(), NotFound | PermissionDenied | IsADirectory | NotADirectory | ReadOnlyFilesystem);
-    let error = Error::new(error).context(what);
-    if is_input { Failure::Input(error) } else { Failure::Internal(error) }
+/// Something that the user has named cannot be used: bad input where another name would do, else a failure of the system,
+/// such as a full disk.
+pub fn named_by_user(error: Error) -> Failure {
+    let cause = error.chain().find_map(|cause| cause.downcast_ref::<io::Error>());
+    if cause.is_none_or(another_name_would_do) { Failure::Input(error) } else { Failure::Internal(error) }
+}
+
+fn another_name_would_do(error: &io::Error) -> bool {
+    use io::ErrorKind as Kind;
+    let is_name = matches!(
+        error.kind(),
+        Kind::NotFound
+            | Kind::PermissionDenied
+            | Kind::IsADirectory
+            | Kind::NotADirectory
+            | Kind::ReadOnlyFilesystem
+            | Kind::InvalidInput
+            | Kind::InvalidData
+            | Kind::InvalidFilename
+    );
+    is_name || matches!(error.raw_os_error(), Some(libc::ENOEXEC | libc::ELOOP))
 }
 
 /// The text with control characters written out, whatever a file is called.
@@ -75,9 +89,18 @@ mod tests {
 
     #[test]
     fn a_file_in_a_folder_that_is_not_there_is_bad_input_and_a_full_disk_is_not() {
-        let code = |kind| file_failure(io::Error::from(kind), "x".into()).exit_code();
+        let code = |kind| named_by_user(Error::new(io::Error::from(kind)).context("x")).exit_code();
         assert_eq!(code(io::ErrorKind::NotFound), ExitCode::from(2));
         assert_eq!(code(io::ErrorKind::StorageFull), ExitCode::from(1));
+        assert_eq!(named_by_user(anyhow!("no profile")).exit_code(), ExitCode::from(2));
+    }
+
+    #[test]
+    fn what_is_no_program_is_bad_input() {
+        let error = io::Error::from_raw_os_error(libc::ENOEXEC);
+        assert_eq!(named_by_user(error.into()).exit_code(), ExitCode::from(2));
+        let error = io::Error::from_raw_os_error(libc::ENFILE);
+        assert_eq!(named_by_user(error.into()).exit_code(), ExitCode::from(1));
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! Our own flags, which stand among the program's arguments.
 
-use super::failure::{Failure, OrFail};
+use super::failure::{Failure, OrFail, named_by_user};
 use super::same_model::check_model;
 use crate::Error;
 use crate::gguf::ModelFile;
@@ -58,7 +58,7 @@ impl Flags {
                 option if *option == HOT_CACHE => check_input(path, model),
                 _ => continue,
             };
-            *value = checked.context(option.flag).or_input()?.into_os_string();
+            *value = checked.context(option.flag).map_err(named_by_user)?.into_os_string();
         }
         Ok(())
     }

@@ -1,13 +1,13 @@
 //! Starting the program: environment, expert placement, exec.
 
-use super::failure::{Failure, OrFail, file_failure};
+use super::failure::{Failure, OrFail, named_by_user};
 use super::flags::{self, Flags};
 use super::program::{Program, places_experts};
 use super::{devices, fit};
 use crate::gguf::ModelFile;
 use crate::options::HOT_CACHE_DEVICE;
 use crate::options::host::{self, BACKEND_PATH, FIT_TARGET, MODEL, NO_HOST};
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Error, Result, ensure};
 use std::env;
 use std::ffi::OsString;
 use std::os::unix::process::CommandExt;
@@ -24,7 +24,8 @@ pub fn launch(command: Vec<OsString>) -> Failure {
         Err(failure) => return failure,
     };
     let error = command.exec();
-    file_failure(error, format!("{}: cannot be started", Path::new(command.get_program()).display()))
+    let what = format!("{}: cannot be started", Path::new(command.get_program()).display());
+    named_by_user(Error::new(error).context(what))
 }
 
 /// The folder of this executable, and the plugin in or near it.

@@ -1,7 +1,7 @@
 //! Finding a llama.cpp program and learning what it is from its own `--version` and `--help`.
 
 use super::devices::{self, Device};
-use super::failure::{Failure, OrFail};
+use super::failure::{Failure, OrFail, named_by_user};
 use super::fit::Fitting;
 use crate::ggml::{COMMIT, is_commit, is_our_commit};
 use crate::options::host::{BACKEND_PATH, PLACEMENT_FLAGS, PLACEMENT_VARIABLES, RPC};
@@ -114,7 +114,7 @@ impl Program {
         for set in [Command::stdout, Command::stderr] {
             set(&mut command, output.try_clone().or_internal()?);
         }
-        let mut child = command.spawn().with_context(failed).or_internal()?;
+        let mut child = command.spawn().with_context(failed).map_err(named_by_user)?;
         let answered = child.wait_timeout(ANSWER_TIMEOUT).with_context(failed).or_internal()?;
         if answered.is_none() {
             child.kill().and_then(|()| child.wait()).with_context(failed).or_internal()?;

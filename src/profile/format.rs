@@ -11,7 +11,7 @@ pub const MAX_EXPERTS: u32 = 65_536;
 /// The highest count: larger whole numbers are not exact in readers that use 64-bit floats.
 pub const MAX_COUNT: u64 = 1 << 53;
 /// Levels of JSON that are promised to be read; a profile has five. `serde_json` gives up at 128.
-pub const MAX_DEPTH: u32 = 64;
+pub const MAX_DEPTH: u32 = 127;
 
 /// `[expert, count]`.
 pub type Count = (u32, u64);

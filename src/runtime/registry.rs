@@ -204,30 +204,30 @@ impl Runtime {
         }
     }
 
-    /// Starts to fill a model's cache once it has computed enough; `calls`: of one of its layers so far.
-    pub(super) fn consider_fill(&self, model: &Arc<Model>, calls: u64) {
-        if !model.refill().take(calls, CALLS_BEFORE_FILL) {
+    /// Starts to fill a model's cache once it has computed enough; `calls`: of this layer so far.
+    pub(super) fn consider_fill(&self, model: &Arc<Model>, layer: u32, calls: u64) {
+        if !model.refill().take(layer, calls, CALLS_BEFORE_FILL) {
             return;
         }
         let device = match self.hot_device() {
             Ok(device) if self.config.caches() && !device.is_off() => device,
-            _ => return model.starting().settle(),
+            _ => return,
         };
-        let n_contexts = self.state().working_contexts;
-        let started = Background::start(model, device, &self.config, n_contexts);
-        let ended: Vec<_> = {
+        let (n_contexts, earlier, ended) = {
             let mut state = self.state();
-            let (ended, running) = std::mem::take(&mut state.background).into_iter().partition(Background::has_ended);
+            let all = std::mem::take(&mut state.background);
+            let (earlier, others): (Vec<_>, Vec<_>) = all.into_iter().partition(|background| background.is_of(model));
+            let (ended, running): (Vec<_>, _) = others.into_iter().partition(Background::has_ended);
             state.background = running;
-            let cache = started.as_ref().map(|background| background.cache().clone());
-            state.background.extend(started);
-            drop(state);
-            if let (true, Some(cache)) = (self.config.test_slots.is_some(), cache) {
-                cache.queue.wait_filled();
-            }
-            ended
+            (state.working_contexts, earlier, ended)
         };
-        drop(ended); // waits for threads: not under the lock
+        drop(ended); // not under the lock
+        let Some(started) = Background::start(model, device, &self.config, n_contexts, earlier) else { return };
+        let cache = started.cache().clone();
+        self.state().background.push(started);
+        if self.config.test_slots.is_some() {
+            cache.queue.wait_filled();
+        }
     }
 
     /// Once there is something to record: says so, and starts to save while the program runs.
@@ -279,17 +279,12 @@ impl Runtime {
         n_used: u32,
     ) -> Option<Arc<Layer>> {
         let buffer = weights.buffer()?.address();
-        let owner = {
-            let mut state = self.state();
-            match state.by_buffer.get(&buffer) {
-                Some(known) => known.clone(),
-                None => {
-                    let owner = model.clone().unwrap_or_else(|| state.find_or_add(weights));
-                    state.by_buffer.insert(buffer, owner.clone());
-                    owner
-                }
-            }
-        };
+        let known = self.state().by_buffer.get(&buffer).cloned();
+        let owner = known.unwrap_or_else(|| {
+            // Reads weights: not under the lock.
+            let owner = model.clone().or_else(|| self.find_unloaded(weights)).unwrap_or_default();
+            self.state().adopt(buffer, owner)
+        });
         self.start_recording();
         let layer = owner.layer_of(buffer, weights, n_used);
         model.get_or_insert(owner);
@@ -317,20 +312,23 @@ impl Runtime {
         drop(ended); // waits for threads: not under the lock
     }
 
+    /// A model that was unloaded and has come back with these weights.
+    fn find_unloaded(&self, weights: Tensor<'_>) -> Option<Arc<Model>> {
+        self.models().into_iter().find(|model| !model.is_loaded() && model.knows(weights))
+    }
+
     fn models(&self) -> Vec<Arc<Model>> {
         self.state().models.clone()
     }
 }
 
 impl State {
-    /// An unloaded model that has come back, or a new one.
-    fn find_or_add(&mut self, weights: Tensor<'_>) -> Arc<Model> {
-        let is_back = |model: &&Arc<Model>| !model.is_loaded() && model.knows(weights);
-        if let Some(model) = self.models.iter().find(is_back) {
-            return model.clone();
+    /// Notes whose a buffer is; the first word counts, and is returned.
+    fn adopt(&mut self, buffer: usize, owner: Arc<Model>) -> Arc<Model> {
+        let owner = self.by_buffer.entry(buffer).or_insert(owner);
+        if !self.models.iter().any(|model| Arc::ptr_eq(model, owner)) {
+            self.models.push(owner.clone());
         }
-        let model = Arc::new(Model::default());
-        self.models.push(model.clone());
-        model
+        owner.clone()
     }
 }

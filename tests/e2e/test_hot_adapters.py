@@ -9,7 +9,7 @@ from fake import fake_environment
 from hot import ends, starts
 from models import generated
 from probe import decode
-from processes import stock_environment
+from processes import stock_environment, wait_for
 from server import start
 from ways_server import COMMON, ask
 
@@ -51,7 +51,10 @@ def test_each_request_has_the_answer_of_its_own_adapters(hot, command, tmp_path,
     rate = {} if learns else {"LLAMA_ARG_MOE_HOT_CACHE_UPDATE_RATE": 0}
     environment = fake_environment(plugin=paths.PLUGIN, LLAMA_ARG_MOE_HOT_CACHE=profile, MOE_HOT_TEST_FREE_COPIES=1, **rate)
     with start(command, tmp_path, "ours", environment) as server:
-        ours = converse(server, ORDERS[order])
+        first, *others = ORDERS[order]
+        ours = converse(server, [first])
+        wait_for("the cache is allocated", lambda: starts(server.log.read_text()))
+        ours += converse(server, others)
         server.stop()
     log = (tmp_path / "ours.log").read_text()
     assert [n for n, (a, b) in enumerate(zip(stock, ours, strict=True)) if a != b] == []

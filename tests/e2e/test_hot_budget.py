@@ -13,19 +13,23 @@ from fake import FAKE_DEVICE
 from hot import CALLS_BEFORE_FILL, HotResult, complaints, ends, starts
 from models import generated
 from paths import PLUGIN
-from probe import assert_same_answer, decode, differ, greedy
+from probe import assert_same_answer, decode, differ, greedy, until
 from processes import stock_environment
 
 MIB = 1 << 20
 N_LAYERS, N_EXPERT = 3, 16
 N_ALLOCATIONS = N_LAYERS + 2  # pools; room for scratch memory, tried out and given back; a context's scratch memory
 CAPACITY_MIB = 4096  # FakeDevice's, if nothing else is said
-STEPS = [decode(1), greedy(40), decode(2), decode(7), decode(40), greedy(60)]
+# The last tokens are enough for copies to be known to have arrived.
+BEFORE, AFTER = [decode(1), greedy(20)], [decode(2), decode(7), decode(40), greedy(100)]
+STEPS = BEFORE + AFTER
+LARGE_WRITES = {"fault_min_bytes": 8192}
+COPYING = [*BEFORE, until("large_writes", 12), *AFTER]
 LARGE = [decode(40), decode(64), decode(33)]
 
 
 def run(hot, profile=None, steps=STEPS, slots=None, device=None, fake=None, more=None, **options) -> HotResult:
-    """With stock's answer. `options` in upper case are the cache's (MAX_MIB=2), others moe-probe's."""
+    """With stock's answer. `options` in upper case are the cache's (MAX_MIB=2), others moe-probe's. No copy is waited for."""
     model = generated("Q4_K")
     cache = {name: options.pop(name) for name in list(options) if name.isupper()}
     environment = {f"LLAMA_ARG_MOE_HOT_CACHE_{name}": value for name, value in cache.items()} | (more or {})
@@ -34,6 +38,11 @@ def run(hot, profile=None, steps=STEPS, slots=None, device=None, fake=None, more
     assert_same_answer(hot.probe.stock(model, steps, **options), ours)
     assert all(line.startswith("moe-hot: ") for line in ours.complaints)
     return ours
+
+
+def run_cached(hot, *arguments, fake: dict | None = None, **options) -> HotResult:
+    """Waits for copies in the background to be made."""
+    return run(hot, *arguments, steps=COPYING, fake=LARGE_WRITES | (fake or {}), **options)
 
 
 def assert_cached(result: HotResult, budget_mib: float) -> None:
@@ -68,7 +77,7 @@ def assert_inert(result: HotResult, why: str) -> None:
 @pytest.fixture(scope="module")
 def everything_mib(hot) -> int:
     """The smallest budget that holds all experts."""
-    return ceil(run(hot).stats["peak_bytes"] / MIB)
+    return ceil(run_cached(hot).stats["peak_bytes"] / MIB)
 
 
 # How much
@@ -81,30 +90,30 @@ def test_no_budget_is_no_cache(hot, slots):
 
 @pytest.mark.parametrize("mib", [2, 3, 4])
 def test_a_budget_for_some_experts_is_kept(hot, mib):
-    result = run(hot, MAX_MIB=mib)
+    result = run_cached(hot, MAX_MIB=mib)
     assert_cached(result, mib)
     assert 2 <= result.start.slots < N_EXPERT
     assert result.stats["peak_bytes"] > (mib - 1) * MIB, "the budget is used"
 
 
 def test_a_larger_budget_has_more_slots(hot, everything_mib):
-    slots = [run(hot, MAX_MIB=mib).start.slots for mib in range(2, everything_mib + 1)]
+    slots = [run_cached(hot, MAX_MIB=mib).start.slots for mib in range(2, everything_mib + 1)]
     assert slots == sorted(set(slots))
     assert slots[-1] == N_EXPERT
 
 
 @pytest.mark.parametrize("more", [0, 1, 50, 10**9])
 def test_a_budget_for_all_experts_and_more(hot, everything_mib, more):
-    result = run(hot, MAX_MIB=everything_mib + more)
+    result = run_cached(hot, MAX_MIB=everything_mib + more)
     assert_cached(result, everything_mib)
     assert (result.start.slots, result.start.expected) == (N_EXPERT, 100)
     assert result.stats["allocations"] == N_ALLOCATIONS
 
 
 def test_the_automatic_budget_leaves_the_reserve(hot, everything_mib):
-    assert_cached(run(hot), CAPACITY_MIB - 1024)
+    assert_cached(run_cached(hot), CAPACITY_MIB - 1024)
     left = everything_mib - 2
-    result = run(hot, AUTO_RESERVE_MIB=CAPACITY_MIB - left)
+    result = run_cached(hot, AUTO_RESERVE_MIB=CAPACITY_MIB - left)
     assert_cached(result, left)
     assert result.start.slots < N_EXPERT
     assert_cold(run(hot, AUTO_RESERVE_MIB=CAPACITY_MIB), "0 MiB hold 0 slots per layer")
@@ -118,14 +127,14 @@ def test_fewer_slots_than_a_third_of_a_tokens_experts_are_no_cache(hot):
 def test_a_budget_that_does_what_the_line_asks_for_is_enough(hot):
     (line,) = run(hot, MAX_MIB=1).complaints
     (needed,) = re.findall(r"experts per token, (\d+) MiB\)", line)
-    assert_cached(run(hot, MAX_MIB=int(needed)), int(needed))
+    assert_cached(run_cached(hot, MAX_MIB=int(needed)), int(needed))
 
 
 def test_a_device_smaller_than_the_budget_has_a_smaller_cache(hot, everything_mib):
-    result = run(hot, fake={"capacity_mib": 3}, MAX_MIB=100)
+    result = run_cached(hot, fake={"capacity_mib": 3}, MAX_MIB=100)
     assert_cached(result, 3)
     assert result.start.slots < N_EXPERT
-    assert result.start.slots == run(hot, MAX_MIB=3).start.slots
+    assert result.start.slots == run_cached(hot, MAX_MIB=3).start.slots
     assert_cold(run(hot, fake={"capacity_mib": 1}, MAX_MIB=100), "hold 1 slot per layer")
 
 
@@ -181,7 +190,7 @@ def without_model_and_with_n_expert(n_expert: int):
 
 def test_a_profile_that_does_not_name_its_model_serves(hot, tmp_path):
     profile = edited(hot.profile(generated("Q4_K"), STEPS), tmp_path, without_model_and_with_n_expert(N_EXPERT))
-    assert_cached(run(hot, profile, MAX_MIB=3), 3)
+    assert_cached(run_cached(hot, profile, MAX_MIB=3), 3)
 
 
 @pytest.fixture
@@ -266,7 +275,7 @@ def test_a_device_that_shares_the_hosts_memory_is_refused_unless_named(hot):
     assert line.startswith("moe-hot: inert: FAKE0 shares the host's memory")
     assert refused.stats["allocations"] == 0
     assert "MoEHot model buffer" not in refused.log
-    assert_cached(run(hot, fake={"integrated": 1}, device=FAKE_DEVICE, MAX_MIB=3), 3)
+    assert_cached(run_cached(hot, fake={"integrated": 1}, device=FAKE_DEVICE, MAX_MIB=3), 3)
 
 
 @pytest.mark.parametrize("name", ["FAKE1", "fake0", "FAKE0 ", "CUDA0"])

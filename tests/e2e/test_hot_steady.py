@@ -58,13 +58,13 @@ CASES = pytest.mark.parametrize(("work", "share"), cases())
 OPTIONS = {"n_threads": 1, "n_seq": 4, "n_ctx": 4096}
 
 
-def per_token(probe, work: str, environment: dict) -> dict[str, float]:
+def per_token(probe, work: str, environment: dict, **options) -> dict[str, float]:
     """Allocations inside and outside of computations of the CPU backend's, the number of those, and graphs made."""
     counts = []
     for long in (False, True):
         file = probe.folder / f"allocations-{probe.n_runs}"
         preload = {"LD_PRELOAD": str(ALLOCATIONS), "ALLOCATIONS_FILE": str(file)}
-        result = probe.faking(generated("Q4_K"), steps_of(work, long), environment | preload, **OPTIONS)
+        result = probe.faking(generated("Q4_K"), steps_of(work, long), environment | preload, **OPTIONS, **options)
         graphs = sum(end.graphs for end in ends(result.log))
         counts.append(json.loads(file.read_text()) | {"graphs": graphs})
     short, long = counts

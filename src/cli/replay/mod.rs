@@ -4,7 +4,7 @@ mod names;
 mod play;
 mod report;
 
-use super::failure::{Failure, OrFail, file_failure};
+use super::failure::{Failure, OrFail, named_by_user};
 use crate::cache::policy::CopyCost;
 use crate::profile::RecordedProfile;
 use crate::trace::Trace;
@@ -73,13 +73,13 @@ fn price(text: &str) -> Result<f32, InvalidPrice> {
 
 /// Replays everything that was asked for and prints it.
 pub fn replay(args: &ReplayArgs) -> Result<(), Failure> {
-    let rows = rows(args).or_input()?;
+    let rows = rows(args).map_err(named_by_user)?;
     match &args.json {
         None => report::table(&rows),
         Some(path) if path == Path::new("-") => report::json(&rows, std::io::stdout().lock()),
         Some(path) => {
-            let failure = |error| file_failure(error, format!("{}: cannot be written", path.display()));
-            report::json_file(&rows, File::create(path).map_err(failure)?, path)
+            let file = File::create(path).with_context(|| format!("{}: cannot be written", path.display()));
+            report::json_file(&rows, file.map_err(named_by_user)?, path)
         }
     }
     .or_internal()

@@ -203,14 +203,17 @@ fn after_an_error_everything_in_flight_fails_and_nothing_is_started() {
     FakeDriver::with(|driver| {
         let target = layer();
         let mut engine = page_locked(target.expert_bytes(), LONG);
+        assert_eq!(put(&mut *engine, &target, 0), Started::Yes);
+        assert_eq!(engine.wait(LONG), Some((0, Outcome::Whole)));
         driver.set("latency_us", 20_000);
-        driver.set("fault_async", 3);
-        for id in 0..3 {
-            assert_eq!(put(&mut *engine, &target, id), Started::Yes);
+        driver.set("fault_async", 1);
+        for id in 1..3 {
+            // The error may have struck before the second is put.
+            let started = put(&mut *engine, &target, id);
+            assert!(started == Started::Yes || id == 2 && started == Started::Refused);
         }
-        let outcomes = [Outcome::Whole, Outcome::Failed, Outcome::Failed];
-        for (id, outcome) in outcomes.into_iter().enumerate() {
-            assert_eq!(engine.wait(LONG), Some((id as u64, outcome)));
+        while engine.in_flight() > 0 {
+            assert!(matches!(engine.wait(LONG), Some((1 | 2, Outcome::Failed))));
         }
         assert_eq!((engine.in_flight(), engine.wait(LONG)), (0, None));
         assert_eq!(put(&mut *engine, &target, 3), Started::Refused);
@@ -269,7 +272,7 @@ fn waiting_does_not_spin() {
         assert_eq!(engine.wait(LONG), Some((0, Outcome::Whole)));
         let most = begin.elapsed().as_micros() as u64 / 100 + 1; // one each 100 µs
         let queries = driver.stat("cuEventQuery");
-        assert!((2..=most).contains(&queries), "{queries} queries, {most} at most");
+        assert!((1..=most).contains(&queries), "{queries} queries, {most} at most");
     });
 }
 

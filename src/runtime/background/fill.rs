@@ -13,12 +13,11 @@ use crate::device::cuda;
 use crate::ggml::{Device, Level, Memory, log};
 use crate::lanes::pool_tensor;
 use crate::options::Config;
-use crate::profile::RecordedProfile;
-use crate::runtime::model::Model;
 use crate::runtime::model::cache_handle::CacheHandle;
 use crate::runtime::model::fetch_queue::Fetch;
 use crate::runtime::model::layer_cache::{LayerCache, LayerState};
 use crate::runtime::model::policy::LayerPolicy;
+use crate::runtime::model::{Model, UnusableProfile};
 use crate::units::{Bytes, Expert};
 use crate::{Error, Result};
 use std::collections::VecDeque;
@@ -27,9 +26,9 @@ use std::sync::Arc;
 /// Why there is no cache, in words for users.
 #[derive(Debug, thiserror::Error)]
 pub enum NoCache {
-    /// The profile was recorded from another model.
-    #[error("the profile was recorded from another model")]
-    OtherModel,
+    /// The profile cannot serve.
+    #[error(transparent)]
+    Profile(#[from] UnusableProfile),
     /// No layer can be cached.
     #[error("no layer can be cached: {0}")]
     NoLayer(String),
@@ -53,7 +52,7 @@ pub enum NoCache {
         /// The device.
         device: String,
     },
-    /// The profile cannot be read, or ggml refused something.
+    /// ggml refused something.
     #[error(transparent)]
     Failed(#[from] Error),
 }
@@ -95,7 +94,8 @@ impl<'a> Fill<'a> {
     ///
     /// `None` if there is nothing to fill, or the device has failed (which has been said then).
     pub fn run(&self) -> Result<Option<Filled>, NoCache> {
-        let Some(profile) = self.profile()? else { return Ok(None) };
+        let Some(path) = &self.config.hot_cache else { return Ok(None) };
+        let profile = self.model.starting().read(path, || self.model.id())?;
         let candidates = Candidates::of(self.model, profile, self.device(), self.config)?;
         if candidates.layers.is_empty() {
             return Err(NoCache::NoLayer(candidates.refusals()));
@@ -116,31 +116,24 @@ impl<'a> Fill<'a> {
         let (plan, layers) = self.allocate(&candidates.layers, scratch)?;
         self.announce(&candidates, &plan, scratch);
         let fetches = self.fetches(&candidates.layers, &plan);
-        let cached = layers.into_iter().zip(candidates.layers);
-        let cached = cached.map(|(cache, candidate)| {
-            let cache = cache?;
-            candidate.layer.give_cache(&cache);
-            Some(Cached { layer: candidate.layer, cache })
-        });
-        Ok(Some((Fetcher::new(engine, self.cache.clone(), cached.collect()), fetches)))
+        let mut cached = Vec::with_capacity(layers.len());
+        for (cache, candidate) in layers.into_iter().zip(candidates.layers) {
+            let Some(cache) = cache else {
+                cached.push(None);
+                continue;
+            };
+            if !candidate.layer.give_cache(&cache) {
+                // An adapter has gone meanwhile, or the model: what belongs in the cache has changed.
+                self.cache.end_for_refill();
+                return Ok(None);
+            }
+            cached.push(Some(Cached { layer: candidate.layer, cache }));
+        }
+        Ok(Some((Fetcher::new(engine, self.cache.clone(), cached), fetches)))
     }
 
     fn device(&self) -> Device {
         self.cache.device.device()
-    }
-
-    /// The profile to begin with: what was read first. The file holds what this process has saved since.
-    fn profile(&self) -> Result<Option<&'a RecordedProfile>, NoCache> {
-        if let Some(profile) = self.model.starting().get() {
-            return Ok(Some(profile));
-        }
-        let Some(path) = &self.config.hot_cache else { return Ok(None) };
-        let profile = RecordedProfile::read(path)?;
-        // The launcher has compared profile and model where it could; here is what is really loaded.
-        if profile.model.as_ref().is_some_and(|recorded| !recorded.is_same_model(&self.model.id())) {
-            return Err(NoCache::OtherModel);
-        }
-        Ok(Some(self.model.starting().set(profile)))
     }
 
     fn copy_engine(&self, expert_bytes: usize) -> Result<Box<dyn CopyEngine>> {

@@ -1,5 +1,6 @@
 //! The thread of one model's cache: it fills the cache, makes the copies that contexts ask for, and in the end gives the
-//! memory back to the device. So no device memory is freed while a token waits.
+//! cache's memory back to the device, so that no token waits for that. Only the scratch memory of a context that computes at
+//! that moment goes with the end of its call.
 
 mod candidates;
 mod fetcher;
@@ -23,12 +24,20 @@ pub struct Background {
 }
 
 impl Background {
-    /// Starts to fill a cache for `model`. `n_contexts`: contexts that compute with it, each of which needs scratch memory.
+    /// Starts to fill a cache for `model`. `n_contexts`: contexts that compute with it, each of which needs scratch memory;
+    /// `earlier`: the model's caches before this one, whose memory comes back first.
     ///
     /// `None`, after one line, if the system refuses a thread.
-    pub fn start(model: &Arc<Model>, device: &Arc<HotDevice>, config: &Config, n_contexts: usize) -> Option<Self> {
+    pub fn start(
+        model: &Arc<Model>,
+        device: &Arc<HotDevice>,
+        config: &Config,
+        n_contexts: usize,
+        earlier: Vec<Self>,
+    ) -> Option<Self> {
         let cache = new_cache(model, device);
-        let task = Task::new(model.clone(), cache.clone(), config.clone(), n_contexts);
+        let mut task = Task::new(model.clone(), cache.clone(), config.clone(), n_contexts);
+        task.earlier = earlier;
         match std::thread::Builder::new().name("moe-hot-cache".into()).spawn(move || task.run()) {
             Ok(thread) => Some(Self { model: model.clone(), cache, thread: Some(thread) }),
             Err(error) => {
@@ -41,6 +50,11 @@ impl Background {
     /// The cache.
     pub fn cache(&self) -> &Arc<CacheHandle> {
         &self.cache
+    }
+
+    /// Whether it is a cache of this model.
+    pub fn is_of(&self, model: &Arc<Model>) -> bool {
+        Arc::ptr_eq(&self.model, model)
     }
 
     /// Whether its thread has nothing left to do.
@@ -86,15 +100,19 @@ struct Task {
     cache: Arc<CacheHandle>,
     config: Config,
     n_contexts: usize,
+    /// The model's caches before this one.
+    earlier: Vec<Background>,
 }
 
 impl Task {
     fn new(model: Arc<Model>, cache: Arc<CacheHandle>, config: Config, n_contexts: usize) -> Self {
-        Self { model, cache, config, n_contexts }
+        Self { model, cache, config, n_contexts, earlier: Vec::new() }
     }
 
     /// Does it all; whatever goes wrong costs the cache, no more.
-    fn run(self) {
+    fn run(mut self) {
+        // Waits for their threads: their memory is this cache's.
+        self.earlier.clear();
         let error = match self.fill_and_serve() {
             Ok(()) => return,
             Err(error) => error,
@@ -125,7 +143,6 @@ impl Task {
 
 impl Drop for Task {
     fn drop(&mut self) {
-        self.model.starting().settle();
         self.cache.end();
         self.cache.queue.set_filled();
         self.cache.release_idle_memory();

@@ -146,8 +146,17 @@ pub struct Computed {
     pub status: Status,
     /// Whether the device has done its part.
     pub has_landed: bool,
-    /// Why the device is to be given up.
-    pub device_fault: Option<String>,
+    /// Which lane failed, so that the CPU has computed all, and why.
+    pub fault: Option<LaneFault>,
+}
+
+/// A lane that failed, and why.
+#[derive(Debug, PartialEq, Eq)]
+pub enum LaneFault {
+    /// The device is to be given up.
+    Device(String),
+    /// The CPU lane. It is to be expected that the layer's next call fails too.
+    Cpu(String),
 }
 
 /// Computes a call that has requests for the device.
@@ -161,8 +170,8 @@ pub fn compute(
     partition: &mut Partition,
     meanwhile: impl FnOnce(),
 ) -> Computed {
-    let done = |status| Computed { status, has_landed: true, device_fault: None };
-    let (has_landed, device_fault) = match lanes.compute_both(split, partition, meanwhile) {
+    let done = |status| Computed { status, has_landed: true, fault: None };
+    let (has_landed, fault) = match lanes.compute_both(split, partition, meanwhile) {
         Ok(sys::GGML_STATUS_SUCCESS) => {
             return match lanes.write_rows(split, partition) {
                 Ok(()) => done(sys::GGML_STATUS_SUCCESS),
@@ -174,15 +183,14 @@ pub fn compute(
         }
         // The CPU's own answer, as when the host aborts.
         Ok(status) => return done(status),
-        Err(LaneError::Refused(status)) => (false, Some(format!("it refused to compute (ggml status {status})"))),
-        Err(LaneError::Device(error)) => (false, Some(error.to_string())),
-        Err(LaneError::Cpu(error)) => {
-            log(Level::Error, &format!("the CPU could not compute some experts of a layer, it computes all: {error}"));
-            (true, None)
+        Err(LaneError::Refused(status)) => {
+            (false, LaneFault::Device(format!("it refused to compute (ggml status {status})")))
         }
+        Err(LaneError::Device(error)) => (false, LaneFault::Device(error.to_string())),
+        Err(LaneError::Cpu(error)) => (true, LaneFault::Cpu(error.to_string())),
     };
     partition.is_hot.fill(false);
-    Computed { status: lanes.compute_whole(split), has_landed, device_fault }
+    Computed { status: lanes.compute_whole(split), has_landed, fault: Some(fault) }
 }
 
 #[cfg(test)]

@@ -14,9 +14,10 @@ use crate::lanes::ColdLane;
 use crate::profile::check_ids;
 use crate::{Error, Result};
 use both_lanes::{BothLanes, compute_whole};
-use dispatch::{Computed, Partition};
+use dispatch::{Computed, LaneFault, Partition};
 use hot_side::{HotSide, ReadyLane};
-use splits::{ResolvedBlock, Splits};
+use splits::{HotBlock, ResolvedBlock, Splits};
+use std::sync::{Arc, Once};
 
 /// A shorter wait for the device is that of asking it.
 const MIN_WAIT_NS: f32 = 5_000.0;
@@ -41,6 +42,7 @@ struct ContextLanes {
     watch: Stopwatch,
     /// The splits' count of forgotten templates when the lanes were last used.
     n_forgotten: u32,
+    said_cpu_fault: Once,
 }
 
 impl Context {
@@ -57,6 +59,7 @@ impl Context {
             guard: RegressionGuard::default(),
             watch: Stopwatch::new(runtime.config().test_timings.is_some()),
             n_forgotten: 0,
+            said_cpu_fault: Once::new(),
         };
         runtime.context_opened();
         Ok(Self { runtime, splits: Splits::new(runtime), lanes, ids: Vec::new(), worked: false })
@@ -93,7 +96,7 @@ impl Context {
         self.lanes.watch.stop(graphs_built(), ids.ids().len(), hits);
         if let Some(model) = model.filter(|_| calls > 0) {
             self.runtime.add_to_trace(model, &block.layer, ids);
-            self.runtime.consider_fill(model, calls);
+            self.runtime.consider_fill(model, block.layer.counts.layer(), calls);
         }
         status
     }
@@ -144,16 +147,22 @@ impl ContextLanes {
         let computed = if self.partition.hot.is_empty() {
             let status = compute_whole(&mut self.cold, split, &mut self.watch);
             learn();
-            Computed { status, has_landed: false, device_fault: None }
+            Computed { status, has_landed: false, fault: None }
         } else {
             let (cold, hot, watch) = (&mut self.cold, &mut lane.lane, &mut self.watch);
             let mut lanes = BothLanes { cold, hot, layer: index, template, watch };
             dispatch::compute(&mut lanes, split, &mut self.partition, learn)
         };
-        if let Some(fault) = &computed.device_fault {
-            cache.handle.device.turn_off(fault);
-        } else if is_single && computed.status == sys::GGML_STATUS_SUCCESS {
-            self.judge(&cache, runtime);
+        match &computed.fault {
+            Some(LaneFault::Device(why)) => cache.handle.device.turn_off(why),
+            Some(LaneFault::Cpu(why)) => {
+                block.hot = HotBlock::Refused(Arc::downgrade(&cache));
+                let what =
+                    "the CPU could not compute some experts of a layer, it computes all of such layers from now on";
+                self.said_cpu_fault.call_once(|| log(Level::Error, &format!("{what}: {why}")));
+            }
+            None if is_single && computed.status == sys::GGML_STATUS_SUCCESS => self.judge(&cache, runtime),
+            None => {}
         }
         self.partition.settle(&cache, computed.has_landed);
         if let Some(fetch) = fetch {

@@ -196,10 +196,57 @@ fn without_a_profile_there_is_no_cache_and_the_file_may_be_written() {
     for _ in 0..5 {
         assert_eq!(layer.token(&b, &mut context, [0, 1]).1, 0);
     }
-    let model = context.splits.model.clone().unwrap();
-    assert!(model.starting().is_settled(), "nobody is about to read it");
     drop(context);
     assert!(path.exists(), "the recording is saved");
+}
+
+/// Computes `n` tokens of experts 0 and 1 in a process that records to its cache's profile.
+fn session(path: &std::path::Path, n: usize) {
+    let (b, w) = (Builder::new(), Builder::new());
+    let both = |config: &mut Config| {
+        config.perf_out = Some(path.into());
+        config.test_slots = None;
+    };
+    let mut context = Context::of(runtime_with(path, both)).unwrap();
+    context.set_threads(1);
+    let layer = SmallLayer::new(&b, &w);
+    (0..n).for_each(|_| drop(layer.token(&b, &mut context, [0, 1])));
+}
+
+/// What a profile counts of experts 0 and 1.
+fn requests(path: &std::path::Path) -> Vec<(u32, u64)> {
+    crate::profile::RecordedProfile::read(path).unwrap().layers[&0].requests.clone()
+}
+
+#[test]
+fn what_earlier_sessions_knew_is_kept_by_a_session_that_ends_before_its_cache_is_filled() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("experts.json");
+    session(&path, 2);
+    assert_eq!(requests(&path), [(0, 2), (1, 2)]);
+    // A copy: the first session of this process still holds its file.
+    let copy = folder.path().join("copy.json");
+    std::fs::copy(&path, &copy).unwrap();
+    session(&copy, 1);
+    assert_eq!(requests(&copy), [(0, 3), (1, 3)]);
+}
+
+#[test]
+fn a_profile_that_cannot_be_read_is_not_replaced_and_the_recording_goes_beside_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("experts.json");
+    session(&path, 2);
+    // The head is whole, a layer is not.
+    let damaged = std::fs::read_to_string(&path).unwrap().replacen("\"experts\":[[0,", "\"experts\":[[-7,", 1);
+    let others = tempfile::tempdir().unwrap();
+    let path = others.path().join("experts.json");
+    std::fs::write(&path, &damaged).unwrap();
+    assert!(crate::profile::RecordedProfile::read(&path).is_err());
+    session(&path, 1);
+    assert_eq!(std::fs::read_to_string(&path).unwrap(), damaged);
+    let beside =
+        std::fs::read_dir(others.path()).unwrap().map(|entry| entry.unwrap().path()).find(|file| *file != path);
+    assert_eq!(requests(&beside.unwrap()), [(0, 1), (1, 1)]);
 }
 
 #[test]
@@ -251,6 +298,6 @@ fn a_cache_whose_thread_never_ran_holds_nobody_up() {
     SmallLayer::new(&b, &w).token(&b, &mut context, [0, 1]);
     let model = context.splits.model.clone().unwrap();
     let handle = crate::runtime::background::testing::dropped_before_it_ran(&model, runtime.config());
-    assert!(handle.is_over() && model.starting().is_settled());
+    assert!(handle.is_over());
     handle.queue.wait_filled();
 }

@@ -107,17 +107,19 @@ impl Layer {
         self.lock_cache().clone()
     }
 
-    /// Gives it a cache, unless the memory that it was made for has gone meanwhile, or the cache is over. Whoever gives it
-    /// takes it away again.
-    pub fn give_cache(&self, cache: &Arc<LayerCache>) {
+    /// Gives it a cache; `false` if the memory that it was made for has gone meanwhile, or the cache is over. Whoever gives
+    /// it takes it away again.
+    pub fn give_cache(&self, cache: &Arc<LayerCache>) -> bool {
         // Both under the lock that `forget_buffer` takes.
         let info = self.lock_info();
         let is_there = |key: WeightKey| info.tensors.iter().any(|known| known.key == key);
-        if cache.keys().all(is_there) && !cache.handle.is_over() {
-            let old = self.lock_cache().replace(cache.clone());
-            drop(info);
-            drop(old); // may free device memory: not under the locks
+        if !cache.keys().all(is_there) || cache.handle.is_over() {
+            return false;
         }
+        let old = self.lock_cache().replace(cache.clone());
+        drop(info);
+        drop(old); // may free device memory: not under the locks
+        true
     }
 
     /// Takes this cache away, if the layer has it.

@@ -11,6 +11,7 @@ pub mod layer_cache;
 pub mod policy;
 pub mod refill;
 
+use crate::Error;
 use crate::ggml::Tensor;
 use crate::profile::{Counts, ModelId, RecordedProfile, TensorId, combine_fingerprints};
 use crate::units::layer_number;
@@ -18,7 +19,8 @@ use expert_tensor::WeightKey;
 use layer::Layer;
 use refill::Refill;
 use std::collections::{BTreeMap, HashMap};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 /// One model's layers and identity.
@@ -31,34 +33,40 @@ pub struct Model {
     copied_bytes: Arc<AtomicU64>,
 }
 
-/// The profile that a model's cache began with.
+/// The profile that a model's cache begins with. Whoever needs it first reads it: the thread that fills the cache, or the one
+/// that is about to save to the same file.
 #[derive(Default)]
-pub struct StartingProfile {
-    read: OnceLock<RecordedProfile>,
-    is_settled: AtomicBool,
+pub struct StartingProfile(OnceLock<RecordedProfile>);
+
+/// A profile to begin with that cannot serve.
+#[derive(Debug, thiserror::Error)]
+pub enum UnusableProfile {
+    /// It was recorded from another model.
+    #[error("the profile was recorded from another model")]
+    OtherModel,
+    /// It cannot be read.
+    #[error(transparent)]
+    Unreadable(#[from] Error),
 }
 
 impl StartingProfile {
-    /// Notes the profile; the first counts, and is returned.
-    pub fn set(&self, profile: RecordedProfile) -> &RecordedProfile {
-        let profile = self.read.get_or_init(|| profile);
-        self.settle();
-        profile
-    }
-
-    /// Nobody will read it from now on: it has been read, or will not be.
-    pub fn settle(&self) {
-        self.is_settled.store(true, Relaxed);
-    }
-
-    /// Whether its file may be written to: nobody is about to read it.
-    pub fn is_settled(&self) -> bool {
-        self.is_settled.load(Relaxed)
+    /// The profile of the model that is known by `id`, read from `path` unless it has been read before: the file holds what
+    /// this process has saved since.
+    pub fn read(&self, path: &Path, id: impl FnOnce() -> ModelId) -> Result<&RecordedProfile, UnusableProfile> {
+        if let Some(profile) = self.get() {
+            return Ok(profile);
+        }
+        let profile = RecordedProfile::read(path)?;
+        // The launcher has compared profile and model where it could; here is what is really loaded.
+        if profile.model.as_ref().is_some_and(|recorded| !recorded.is_same_model(&id())) {
+            return Err(UnusableProfile::OtherModel);
+        }
+        Ok(self.0.get_or_init(|| profile))
     }
 
     /// The profile, if one was read.
     pub fn get(&self) -> Option<&RecordedProfile> {
-        self.read.get()
+        self.0.get()
     }
 }
 
@@ -115,7 +123,9 @@ impl Model {
         if let Some(cache) = lost.first() {
             // An adapter has gone, or the model, which may be loaded again, elsewhere in memory.
             cache.handle.end_for_refill();
-        } else if !self.is_loaded() {
+        }
+        if !self.is_loaded() {
+            // Also where the cache was over already.
             self.refill.want();
         }
     }

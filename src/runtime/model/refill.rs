@@ -1,7 +1,7 @@
 //! When a model's cache is to be filled: at first, and again when what belongs in it has changed.
 
 use crate::ggml::{Level, log};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
 
 /// How often one model's cache is filled anew at most: adapters that come and go must not keep the bus busy.
 const MAX_REFILLS: u64 = 64;
@@ -12,9 +12,11 @@ pub struct Refill {
     is_wanted: AtomicBool,
     /// How often a refill has been asked for.
     n_refills: AtomicU64,
-    /// Set when a refill is asked for: the calls until then are still to be noted.
+    /// Set when a fill is asked for: the first layer that computes after that is the one whose calls are counted.
     is_new: AtomicBool,
-    /// Calls of a layer when the fill was asked for.
+    /// That layer's number.
+    counted: AtomicU32,
+    /// Its calls when the fill was asked for.
     calls_before: AtomicU64,
 }
 
@@ -24,7 +26,8 @@ impl Default for Refill {
         Self {
             is_wanted: AtomicBool::new(true),
             n_refills: AtomicU64::new(0),
-            is_new: AtomicBool::new(false),
+            is_new: AtomicBool::new(true),
+            counted: AtomicU32::new(0),
             calls_before: AtomicU64::new(0),
         }
     }
@@ -53,16 +56,19 @@ impl Refill {
         }
     }
 
-    /// Whether the cache is to be filled now: once, after `n` calls of a layer since it was asked for. `calls`: of that layer
-    /// so far.
-    pub fn take(&self, calls: u64, n: u64) -> bool {
+    /// Whether the cache is to be filled now: once, with the `n`-th call of a layer since it was asked for. `calls`: of this
+    /// layer so far.
+    pub fn take(&self, layer: u32, calls: u64, n: u64) -> bool {
         if !self.is_wanted.load(Relaxed) {
             return false;
         }
         if self.is_new.swap(false, Relaxed) {
-            self.calls_before.store(calls, Relaxed);
+            self.counted.store(layer, Relaxed);
+            self.calls_before.store(calls.saturating_sub(1), Relaxed);
         }
-        calls >= n.saturating_add(self.calls_before.load(Relaxed)) && self.is_wanted.swap(false, Relaxed)
+        self.counted.load(Relaxed) == layer
+            && calls >= n.saturating_add(self.calls_before.load(Relaxed))
+            && self.is_wanted.swap(false, Relaxed)
     }
 }
 
@@ -73,33 +79,41 @@ mod tests {
     #[test]
     fn a_fill_is_taken_once_and_after_so_many_calls() {
         let refill = Refill::default();
-        assert_eq!([1, 2, 3, 4].map(|calls| refill.take(calls, 3)), [false, false, true, false]);
+        assert_eq!([1, 2, 3, 4].map(|calls| refill.take(0, calls, 3)), [false, false, true, false]);
+    }
+
+    #[test]
+    fn one_layer_counts_whatever_others_have_computed() {
+        let refill = Refill::default();
+        assert!(!refill.take(1, 1, 3));
+        assert!(!refill.take(2, 9, 3));
+        assert!(refill.take(1, 3, 3));
     }
 
     #[test]
     fn a_refill_waits_for_as_many_calls_again() {
         let refill = Refill::default();
-        assert!(refill.take(3, 3));
+        assert!(refill.take(0, 3, 1));
         refill.want();
-        assert_eq!([10, 11, 12, 13, 14].map(|calls| refill.take(calls, 3)), [false, false, false, true, false]);
+        assert_eq!([10, 11, 12, 13].map(|calls| refill.take(0, calls, 3)), [false, false, true, false]);
     }
 
     #[test]
     fn asking_again_before_the_fill_does_not_count() {
         let refill = Refill::default();
         (0..2 * MAX_REFILLS).for_each(|_| refill.want());
-        assert!(refill.take(0, 0), "it was never filled anew");
+        assert!(refill.take(0, 0, 0), "it was never filled anew");
     }
 
     #[test]
     fn there_is_an_end_to_refills() {
         let refill = Refill::default();
-        assert!(refill.take(0, 0), "the first fill");
+        assert!(refill.take(0, 0, 0), "the first fill");
         for _ in 0..MAX_REFILLS {
             refill.want();
-            assert!(refill.take(0, 0));
+            assert!(refill.take(0, 0, 0));
         }
         refill.want();
-        assert!(!refill.take(u64::MAX, 0));
+        assert!(!refill.take(0, u64::MAX, 0));
     }
 }

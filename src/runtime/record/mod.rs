@@ -5,12 +5,12 @@ mod report;
 mod sink;
 pub mod trace;
 
-use super::model::Model;
+use super::model::{Model, UnusableProfile};
 use super::timing::LayerTimes;
 use crate::ggml::{Level, log};
 use crate::options::Config;
 use sink::Sink;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -59,13 +59,13 @@ impl Profiles {
         let Some(asked) = &config.perf_out else { return };
         // One file can be both: then what was learnt goes with what was recorded.
         let is_same = config.caches() && config.hot_cache.as_ref() == Some(asked);
-        if is_same && !model.starting().is_settled() {
-            // The cache has not read it yet.
-            return;
-        }
         let is_both = config.learns() && is_same;
         let made = || if is_both { profile::learnt(config, model) } else { profile::recorded(config, model) };
-        sink.save(asked, model.calls(), made, &self.is_recording_failing);
+        if is_same && !sink.is_settled() && !may_replace(asked, model) {
+            sink.save_beside(asked, model.calls(), made, &self.is_recording_failing);
+        } else {
+            sink.save(asked, model.calls(), made, &self.is_recording_failing);
+        }
     }
 
     /// Saves what the model's cache has learnt to the profile that it began with.
@@ -86,6 +86,16 @@ impl Profiles {
 
     fn lock(&self) -> MutexGuard<'_, Vec<ModelSinks>> {
         self.sinks.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Whether a file that is a cache's profile and the recording's output may be replaced: the model's starting profile has been
+/// read, or there is none.
+fn may_replace(path: &Path, model: &Model) -> bool {
+    match model.starting().read(path, || model.id()) {
+        // Another model's is not replaced: the sink sees to that.
+        Ok(_) | Err(UnusableProfile::OtherModel) => true,
+        Err(UnusableProfile::Unreadable(_)) => !path.exists(),
     }
 }
 

@@ -23,9 +23,19 @@ impl Sink {
         }
     }
 
+    /// Whether it is decided which file it writes, if any.
+    pub fn is_settled(&self) -> bool {
+        !matches!(self.output, Output::Unsettled)
+    }
+
     /// Writes the profile if there were calls since it was last written: to the file asked for or one beside it.
     pub fn save(&mut self, asked: &Path, calls: u64, profile: impl FnOnce() -> Profile, failing: &AtomicBool) {
         self.save_with(settle, asked, calls, profile, failing);
+    }
+
+    /// The same to a file beside the one asked for, which holds what cannot be read.
+    pub fn save_beside(&mut self, asked: &Path, calls: u64, profile: impl FnOnce() -> Profile, failing: &AtomicBool) {
+        self.save_with(settle_beside, asked, calls, profile, failing);
     }
 
     /// The same to this file and no other: if it is another model's, or held by someone, to none.
@@ -87,16 +97,21 @@ enum Output {
 
 /// Writes the profile for the first time: to the file asked for, or to one beside it if that is taken.
 fn settle(asked: &Path, profile: &Profile) -> Result<Output> {
-    let tag = profile.model.as_ref().and_then(|id| id.fingerprint.get(..TAG_DIGITS)).unwrap_or("model");
-    let asked_for = asked.display();
     match OutputFile::acquire(asked, profile)? {
-        Acquired::File(file) => return Ok(Output::File(file)),
-        Acquired::Taken => {}
+        Acquired::File(file) => Ok(Output::File(file)),
+        Acquired::Taken => settle_beside(asked, profile),
         Acquired::NotAProfile(error) => {
-            log(Level::Warn, &format!("nothing is recorded, this file is not replaced: {asked_for}: {error}"));
-            return Ok(Output::Nowhere);
+            let asked = asked.display();
+            log(Level::Warn, &format!("nothing is recorded, this file is not replaced: {asked}: {error}"));
+            Ok(Output::Nowhere)
         }
     }
+}
+
+/// Writes the profile for the first time: to a file beside the one asked for.
+fn settle_beside(asked: &Path, profile: &Profile) -> Result<Output> {
+    let tag = profile.model.as_ref().and_then(|id| id.fingerprint.get(..TAG_DIGITS)).unwrap_or("model");
+    let asked_for = asked.display();
     for n in 1..=MAX_FILES_BESIDE {
         let path = beside(asked, tag, n);
         match OutputFile::acquire(&path, profile)? {
@@ -104,7 +119,9 @@ fn settle(asked: &Path, profile: &Profile) -> Result<Output> {
                 let path = path.display();
                 log(
                     Level::Warn,
-                    &format!("{asked_for} is taken (another model or program): this profile goes to {path}"),
+                    &format!(
+                        "{asked_for} is taken (another model or program, or damaged): this profile goes to {path}"
+                    ),
                 );
                 return Ok(Output::File(file));
             }
