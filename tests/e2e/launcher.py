@@ -29,9 +29,9 @@ class Answer:
         return json.loads(self.out)
 
 
-def launch(*args, cwd: Path | None = None, **environment: str) -> Answer:
+def launch(*args, cwd: Path | None = None, launcher: Path = LAUNCHER, **environment: str) -> Answer:
     done = subprocess.run(
-        [str(word) for word in (LAUNCHER, *args)],
+        [str(word) for word in (launcher, *args)],
         env=stock_environment(**environment),
         cwd=cwd,
         capture_output=True,

@@ -1,12 +1,13 @@
 """The launcher: bad input ends with exit code 2 and one line; good input reaches the program unchanged."""
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
-from launcher import OUR_VERSION, assert_refused, launch, write_fake
-from paths import PLUGIN, STOCK_BIN
+from launcher import OUR_VERSION, Answer, assert_refused, launch, write_fake
+from paths import LAUNCHER, PLUGIN, STOCK_BIN
 
 PERF_OUT = "LLAMA_ARG_MOE_LAYER_PERF_OUT"
 
@@ -63,6 +64,29 @@ def test_bad_input_is_refused_with_one_line(tmp_path, name):
     args, said = ([text.format(tmp_path) for text in texts] for texts in BAD_INPUTS[name])
     assert_refused(launch(*args), *said)
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before, "nothing is lost or left behind"
+
+
+def test_an_executable_file_that_is_no_program_is_bad_input(tmp_path):
+    broken = tmp_path / "broken"
+    broken.write_bytes(bytes(64))
+    broken.chmod(0o755)
+    assert_refused(launch(broken), str(broken), "cannot be started")
+
+
+def assert_failed(answer: Answer, *said: str) -> None:
+    """Exit code 1: nothing that the user has typed was wrong."""
+    assert (answer.code, answer.out) == (1, ""), answer
+    (line,) = answer.err.splitlines()
+    assert line.startswith("moe-hot: ") and all(part in line for part in said), line
+
+
+def test_what_is_not_the_users_fault_ends_with_1(fake, tmp_path):
+    assert_failed(launch(fake, TMPDIR=str(tmp_path / "none")), "temporary file")
+    trace = tmp_path / "trace.csv"
+    trace.write_text("# n_expert=4\nstep,phase,layer,expert\n0,1,0,1\n")
+    assert_failed(launch("replay", trace, "--slots", "1", "--json", "/dev/full"), "/dev/full")
+    alone = shutil.copy(LAUNCHER, tmp_path / "moe-hot")
+    assert_failed(launch(fake, launcher=alone), "the plugin is missing")
 
 
 def test_a_bad_path_in_the_environment_is_refused_too(fake, tmp_path):
