@@ -15,11 +15,28 @@ pub enum Limit {
     FreeLess(Bytes),
 }
 
+/// Of a device's memory this much is never taken, whatever the budget: backends take more while they work (pools of their
+/// streams, kernels and graphs that are loaded when first used) and some abort the process when there is none. A part of all
+/// memory, ...
+const FLOOR_PARTS: u64 = 32;
+/// ... and no more than this: that of a device of 8 GiB.
+const MAX_FLOOR: Bytes = Bytes::from_mib(256);
+
 /// One device's memory, and what all models together have taken of it.
+///
+/// What is asked for counts, never the difference of two of the device's reports: its free memory moves for other reasons
+/// as well. The device is asked when a plan is made; what it promises then is kept to.
 pub struct DeviceMemory {
     device: Device,
     limit: Limit,
-    reserved: Mutex<Bytes>,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    reserved: Bytes,
+    /// What may be reserved in all, as of the last plan.
+    allowed: Bytes,
 }
 
 /// Bytes of a device's memory that count against its limit until dropped.
@@ -31,7 +48,7 @@ pub struct Reservation {
 impl DeviceMemory {
     /// Nothing taken yet.
     pub fn new(device: Device, limit: Limit) -> Self {
-        Self { device, limit, reserved: Mutex::default() }
+        Self { device, limit, state: Mutex::default() }
     }
 
     /// The device.
@@ -39,40 +56,18 @@ impl DeviceMemory {
         self.device
     }
 
-    /// Bytes that may still be taken, measured now: contexts, draft models and projectors come late.
-    pub fn available(&self) -> Bytes {
-        let report = self.device.memory();
-        self.available_beside(report, *self.reserved())
+    /// Bytes that may still be taken, measured now: contexts, draft models and projectors come late. Can take long: it asks
+    /// the device.
+    pub fn plan(&self) -> Bytes {
+        let (free, total) = self.device.memory();
+        let mut state = self.state();
+        let left = self.limit.left(state.reserved, free, total);
+        state.allowed = state.reserved.saturating_add(left);
+        left
     }
 
-    fn available_beside(&self, (free, total): (u64, u64), reserved: Bytes) -> Bytes {
-        match self.limit {
-            Limit::Nothing => Bytes::ZERO,
-            Limit::FreeLess(reserve) => Bytes(free).saturating_sub(reserve),
-            Limit::AtMost(most) => {
-                let left = most.saturating_sub(reserved);
-                // A device that reports no memory at all does not tell.
-                if (free, total) == (0, 0) { left } else { left.min(Bytes(free)) }
-            }
-        }
-    }
-
-    /// Reserves `bytes`, if there is room for them.
-    fn reserve(self: &Arc<Self>, bytes: Bytes) -> Option<Reservation> {
-        // Asking a device can take long: not under the lock.
-        let report = self.device.memory();
-        let mut reserved = self.reserved();
-        if self.available_beside(report, *reserved) < bytes {
-            return None;
-        }
-        *reserved = reserved.saturating_add(bytes);
-        Some(Reservation { owner: self.clone(), bytes })
-    }
-
-    /// Reserves `bytes` for what `allocate` makes; `None` if there is no room, or it makes nothing.
-    ///
-    /// What is asked for counts, never the difference of two of the device's reports: its free memory moves for other
-    /// reasons as well. No lock is held during `allocate`.
+    /// Reserves `bytes` for what `allocate` makes; `None` if that is more than the last plan allows, or it makes nothing.
+    /// No lock is held during `allocate`.
     pub fn allocate<T>(
         self: &Arc<Self>,
         bytes: Bytes,
@@ -82,15 +77,43 @@ impl DeviceMemory {
         Some((allocate()?, reservation))
     }
 
-    fn reserved(&self) -> MutexGuard<'_, Bytes> {
-        self.reserved.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Reserves `bytes`, if the last plan allows it.
+    pub fn reserve(self: &Arc<Self>, bytes: Bytes) -> Option<Reservation> {
+        let mut state = self.state();
+        let reserved = state.reserved.saturating_add(bytes);
+        if reserved > state.allowed {
+            return None;
+        }
+        state.reserved = reserved;
+        Some(Reservation { owner: self.clone(), bytes })
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Limit {
+    /// What may still be taken where so much is, and the device reports so many bytes free, and in all.
+    fn left(self, reserved: Bytes, free: u64, total: u64) -> Bytes {
+        let floor = MAX_FLOOR.min(Bytes(total / FLOOR_PARTS));
+        let above = |reserve: Bytes| Bytes(free).saturating_sub(reserve);
+        match self {
+            Self::Nothing => Bytes::ZERO,
+            Self::FreeLess(reserve) => above(reserve.max(floor)),
+            Self::AtMost(most) => {
+                let left = most.saturating_sub(reserved);
+                // A device that reports no memory at all does not tell.
+                if (free, total) == (0, 0) { left } else { left.min(above(floor)) }
+            }
+        }
     }
 }
 
 impl Drop for Reservation {
     fn drop(&mut self) {
-        let mut reserved = self.owner.reserved();
-        *reserved = reserved.saturating_sub(self.bytes);
+        let mut state = self.owner.state();
+        state.reserved = state.reserved.saturating_sub(self.bytes);
     }
 }
 
@@ -98,6 +121,8 @@ impl Drop for Reservation {
 mod tests {
     use super::*;
     use crate::ggml::testing::load_cpu;
+
+    const MIB: u64 = 1 << 20;
 
     fn memory(limit: Limit) -> Arc<DeviceMemory> {
         load_cpu();
@@ -107,23 +132,41 @@ mod tests {
     #[test]
     fn what_is_reserved_counts_against_the_limit_until_dropped() {
         let memory = memory(Limit::AtMost(Bytes(100)));
+        assert!(memory.reserve(Bytes(1)).is_none(), "nothing is planned yet");
+        assert_eq!(memory.plan(), Bytes(100));
         let (_, first) = memory.allocate(Bytes(60), || Some(())).unwrap();
-        assert_eq!(memory.available(), Bytes(40));
+        assert_eq!(memory.plan(), Bytes(40));
         assert!(memory.allocate(Bytes(41), || Some(())).is_none(), "more than is left");
         drop(first);
-        assert_eq!(memory.available(), Bytes(100));
+        assert_eq!(memory.plan(), Bytes(100));
     }
 
     #[test]
     fn what_could_not_be_allocated_is_not_reserved() {
         let memory = memory(Limit::AtMost(Bytes(100)));
+        memory.plan();
         assert!(memory.allocate(Bytes(60), || None::<()>).is_none());
-        assert_eq!(memory.available(), Bytes(100));
+        assert!(memory.reserve(Bytes(100)).is_some());
     }
 
     #[test]
     fn nothing_fits_where_nothing_may_be_taken() {
-        assert!(memory(Limit::Nothing).allocate(Bytes(1), || Some(())).is_none());
-        assert_eq!(memory(Limit::FreeLess(Bytes::MAX)).available(), Bytes::ZERO);
+        for limit in [Limit::Nothing, Limit::FreeLess(Bytes::MAX)] {
+            let memory = memory(limit);
+            assert_eq!(memory.plan(), Bytes::ZERO);
+            assert!(memory.reserve(Bytes(1)).is_none());
+        }
+    }
+
+    #[test]
+    fn a_floor_stays_free_whatever_the_budget() {
+        let left = |limit: Limit, free_mib, total_mib| limit.left(Bytes::ZERO, free_mib * MIB, total_mib * MIB);
+        let mib = Bytes::from_mib;
+        assert_eq!(left(Limit::AtMost(mib(8000)), 8000, 12_000), mib(8000 - 256));
+        assert_eq!(left(Limit::AtMost(mib(4000)), 8000, 12_000), mib(4000), "there is more than that");
+        assert_eq!(left(Limit::FreeLess(mib(0)), 8000, 12_000), mib(8000 - 256));
+        assert_eq!(left(Limit::FreeLess(mib(1024)), 8000, 12_000), mib(8000 - 1024), "not both");
+        assert_eq!(left(Limit::AtMost(mib(64)), 64, 64), mib(62), "a small device");
+        assert_eq!(left(Limit::AtMost(mib(64)), 0, 0), mib(64), "a device that does not tell");
     }
 }

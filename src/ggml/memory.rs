@@ -54,6 +54,14 @@ impl Memory {
         self.kind
     }
 
+    /// Whether it is ordinary host memory, whatever was asked for: backends whose page-locked memory is refused by the system
+    /// give that instead, and do not say so.
+    pub(super) fn is_pageable(&self) -> bool {
+        // SAFETY: the buffer is valid.
+        let kind = unsafe { sys::ggml_backend_buffer_get_type(self.raw.as_ptr()) };
+        BufferType::cpu().is_some_and(|cpu| cpu.as_raw() == kind)
+    }
+
     /// Alignment of tensors in it, in bytes.
     pub fn alignment(&self) -> usize {
         self.kind.alignment()
@@ -139,12 +147,21 @@ impl HostBlock {
     /// If the system then refuses, one line says so and the block is ordinary memory.
     pub fn for_copies(device: Device, size: usize, pinned: bool) -> Result<Self> {
         static ONCE: Once = Once::new();
+        let tell = || {
+            ONCE.call_once(|| log(Level::Info, "no page-locked memory was to be had: copies to the device are slower"));
+        };
         let plain = BufferType::cpu().ok_or(Error::Ggml("a CPU buffer type"))?;
         let Some(kind) = device.host_buffer_type().filter(|_| pinned) else { return Self::allocate(plain, size) };
-        Self::allocate(kind, size).or_else(|_| {
-            ONCE.call_once(|| log(Level::Info, "no page-locked memory was to be had: copies to the device are slower"));
-            Self::allocate(plain, size)
-        })
+        let block = Self::allocate(kind, size).or_else(|_| Self::allocate(plain, size))?;
+        if block.is_pageable() {
+            tell();
+        }
+        Ok(block)
+    }
+
+    /// Whether copies between it and a device keep their caller waiting: it is ordinary memory.
+    pub fn is_pageable(&self) -> bool {
+        self.scratch.memory.is_pageable()
     }
 
     /// The block as scratch memory, for graphs that are to be placed in it.

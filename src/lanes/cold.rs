@@ -51,7 +51,7 @@ impl ColdLane {
         let scratch = scratch.as_mut().ok_or(Error::Contract("a cold lane without scratch memory"))?;
         let prepared = graphs[known].1.get(form, || build()?.finish_unbound(scratch.scratch()))?;
         let input = template.input(split).ok_or(NOT_ITS_SPLIT)?;
-        requests.write_inputs(scratch, prepared.input_offset, template, form, &input)?;
+        requests.write_inputs(scratch, prepared.input_offset, template, (form, 0), &input)?;
         let weights = (0..template.weights.len()).map_while(|index| template.weight(split, index));
         self.cpu.compute_own(&mut prepared.graph, scratch, weights)
     }

@@ -4,10 +4,10 @@
 
 use super::Requests;
 use super::requests::Form;
-use super::template_graph::{PreparedGraphs, TemplateGraph};
+use super::template_graph::{PreparedGraph, PreparedGraphs, TemplateGraph};
 use crate::device::Pool;
 use crate::ggml::{
-    Backend, BufferType, Device, Graph, HostBlock, HostBlocks, PROBE_BYTES_PER_UPLOAD, Scratch, Status, Upload,
+    Backend, BufferType, Device, Graph, HostBlock, HostBlocks, PROBE_BYTES_PER_UPLOAD, Scratch, Status, Upload, sys,
 };
 use crate::moe::FfnTemplate;
 use crate::units::{Expert, Slot};
@@ -39,7 +39,20 @@ struct HotLayer {
     template: Arc<FfnTemplate>,
     /// First byte in the pool of each of the template's weights.
     offsets: Vec<usize>,
+    /// Most requests of one call.
+    max_rows: usize,
     graphs: PreparedGraphs,
+    /// Which graphs have been computed once.
+    is_warm: [bool; 2],
+}
+
+/// For how many tokens graphs are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Width {
+    /// One.
+    OneToken,
+    /// More.
+    SeveralTokens,
 }
 
 /// A layer that a lane knows. Good for that lane only, see [`HotLane::knows`].
@@ -103,7 +116,10 @@ impl HotLane {
 
     /// Gives its scratch memory back, and the graphs that are placed in it.
     pub fn drop_scratch(&mut self) {
-        self.layers.iter_mut().for_each(|layer| layer.graphs.clear());
+        for layer in &mut self.layers {
+            layer.graphs.clear();
+            layer.is_warm = [false; 2];
+        }
         self.scratch = None;
     }
 
@@ -114,8 +130,15 @@ impl HotLane {
         self.scratch.is_some()
     }
 
-    /// A layer's template over its pool; `tensors` gives the pool's tensor for each of the template's weights.
-    pub fn add_layer(&mut self, pool: &Arc<Pool>, template: &Arc<FfnTemplate>, tensors: &[usize]) -> HotIndex {
+    /// A layer's template over its pool; `tensors` gives the pool's tensor for each of the template's weights; `max_rows` is
+    /// the most requests that one call can have.
+    pub fn add_layer(
+        &mut self,
+        pool: &Arc<Pool>,
+        template: &Arc<FfnTemplate>,
+        tensors: &[usize],
+        max_rows: usize,
+    ) -> HotIndex {
         let offsets: Vec<_> = tensors.iter().map(|&tensor| pool.offset(tensor)).collect();
         // Two adapters can have the same template over other tensors of the same pool.
         let is_it = |layer: &HotLayer| {
@@ -125,8 +148,53 @@ impl HotLane {
             return HotIndex { lane: self.id, place: known };
         }
         let (pool, template, graphs) = (pool.clone(), template.clone(), PreparedGraphs::default());
-        self.layers.push(HotLayer { pool, template, offsets, graphs });
+        self.layers.push(HotLayer { pool, template, offsets, max_rows, graphs, is_warm: [false; 2] });
         HotIndex { lane: self.id, place: self.layers.len() - 1 }
+    }
+
+    /// Whether all graphs of this layer for so many tokens have been computed once.
+    pub fn is_warm(&self, layer: HotIndex, width: Width) -> bool {
+        self.layers.get(layer.place).is_some_and(|known| self.knows(layer) && known.is_warm[width as usize])
+    }
+
+    /// Computes each graph of this layer for so many tokens once, with rows that mean nothing: devices compile, load or
+    /// capture what a graph needs when they see it first. Returns the status with which the device refused one, if it did.
+    pub fn warm_up(&mut self, layer: HotIndex, width: Width) -> Result<Status> {
+        let HotLayer { template, pool, max_rows, .. } = self.layers.get(layer.place).ok_or(UNKNOWN_LAYER)?;
+        let max_rows = *max_rows;
+        let forms: Vec<_> = match width {
+            Width::OneToken => {
+                (1..=template.n_used.min(pool.slots().into()).min(max_rows)).map(Form::OneToken).collect()
+            }
+            Width::SeveralTokens => {
+                let sizes = (1..).map(|power| 1 << power).take_while(|&size| size < 2 * max_rows);
+                sizes.map(|size: usize| Form::PerRow(size.min(max_rows))).collect()
+            }
+        };
+        for form in forms {
+            let status = self.compute_placeholders(layer, form)?;
+            if status != sys::GGML_STATUS_SUCCESS {
+                return Ok(status);
+            }
+        }
+        self.layers[layer.place].is_warm[width as usize] = true;
+        Ok(sys::GGML_STATUS_SUCCESS)
+    }
+
+    fn compute_placeholders(&mut self, layer: HotIndex, form: Form) -> Result<Status> {
+        let layer = self.layers.get_mut(layer.place).ok_or(UNKNOWN_LAYER)?;
+        let scratch = self.scratch.as_mut().ok_or(NO_SCRATCH)?;
+        let prepared = layer.prepared(form, scratch, self.kind)?;
+        let place = (self.device, self.pinned);
+        let inputs = sized(&mut self.inputs, place, prepared.inputs_bytes)?;
+        let outputs = sized(&mut self.outputs, place, prepared.output_bytes)?;
+        let probes = sized(&mut self.probes, place, 0)?;
+        let slot = |row: usize| if matches!(form, Form::OneToken(_)) { row as i32 } else { 0 };
+        inputs.write_ids(0, &(0..form.rows()).map(slot).collect::<Vec<_>>())?;
+        let blocks = HostBlocks { inputs, outputs, probes };
+        let graph = (&mut prepared.graph, scratch);
+        let computed = self.backend.compute_while(graph, std::iter::empty(), prepared.output, blocks, || ())?;
+        Ok(computed.map_or_else(|refusal| refusal, |()| sys::GGML_STATUS_SUCCESS))
     }
 
     /// Computes some of the split's requests on the device, and `meanwhile` on this thread; returns when both are done.
@@ -141,21 +209,18 @@ impl HotLane {
         copies: &[(Expert, Slot)],
         meanwhile: impl FnOnce() -> R,
     ) -> Result<Result<R, Status>> {
-        let form = requests.form();
-        let HotLayer { pool, template, offsets, graphs } = self.layers.get_mut(layer.place).ok_or(UNKNOWN_LAYER)?;
-        let scratch = self.scratch.as_mut().ok_or(Error::Contract("a hot lane without scratch memory"))?;
-        let make = || {
-            let graph = TemplateGraph::new(template, form, pool.slots().into(), self.kind.alignment())?;
-            graph.finish_placed(scratch, pool.memory(), offsets)
-        };
-        let prepared = graphs.get(form, make)?;
+        let layer = self.layers.get_mut(layer.place).ok_or(UNKNOWN_LAYER)?;
+        let (form, filler) = requests.form_with_room(layer.max_rows, layer.pool.slots());
+        let template = layer.template.clone();
+        let scratch = self.scratch.as_mut().ok_or(NO_SCRATCH)?;
+        let prepared = layer.prepared(form, scratch, self.kind)?;
         let place = (self.device, self.pinned);
         let inputs = sized(&mut self.inputs, place, prepared.inputs_bytes)?;
         let outputs = sized(&mut self.outputs, place, prepared.output_bytes)?;
         let probes_bytes = copies.len() * template.weights.len() * PROBE_BYTES_PER_UPLOAD;
         let probes = sized(&mut self.probes, place, probes_bytes)?;
         let rows = template.input(split).ok_or(NOT_ITS_SPLIT)?;
-        requests.write_inputs(inputs, prepared.input_offset, template, form, &rows)?;
+        requests.write_inputs(inputs, prepared.input_offset, &template, (form, filler), &rows)?;
         let tensors = &prepared.weights;
         let uploads =
             copies.iter().flat_map(|&copy| template.weights.iter().zip(tensors).enumerate().map(move |w| (copy, w)));
@@ -188,6 +253,18 @@ impl HotLane {
     }
 }
 
+impl HotLayer {
+    /// The graph of this form, made when there is none yet.
+    fn prepared(&mut self, form: Form, scratch: &Scratch, kind: BufferType) -> Result<&mut PreparedGraph> {
+        let Self { pool, template, offsets, graphs, .. } = self;
+        graphs.get(form, || {
+            let graph = TemplateGraph::new(template, form, pool.slots().into(), kind.alignment())?;
+            graph.finish_placed(scratch, pool.memory(), offsets)
+        })
+    }
+}
+
+const NO_SCRATCH: Error = Error::Contract("a hot lane without scratch memory");
 const NOT_ITS_SPLIT: Error = Error::Contract("a split that its template was not made from");
 const UNKNOWN_LAYER: Error = Error::Contract("a layer that the lane does not know");
 
@@ -202,7 +279,6 @@ fn sized(block: &mut Option<HostBlock>, (device, pinned): (Device, bool), bytes:
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ggml::sys;
     use crate::ggml::testing::{Builder, load_cpu};
     use crate::moe::Block;
 
@@ -227,10 +303,10 @@ mod tests {
         );
         let lane = || HotLane::new(Device::cpu().unwrap(), false).unwrap();
         let (mut old, mut new) = (lane(), lane());
-        let index = old.add_layer(&pool, &template, &[0, 1, 2]);
-        assert_eq!(old.add_layer(&pool, &template, &[0, 1, 2]), index, "added once");
-        assert_ne!(old.add_layer(&pool, &template, &[1, 0, 2]), index, "the same template over other tensors");
+        let index = old.add_layer(&pool, &template, &[0, 1, 2], 4);
+        assert_eq!(old.add_layer(&pool, &template, &[0, 1, 2], 4), index, "added once");
+        assert_ne!(old.add_layer(&pool, &template, &[1, 0, 2], 4), index, "the same template over other tensors");
         assert!(old.knows(index) && !new.knows(index));
-        assert_ne!(new.add_layer(&pool, &template, &[0, 1, 2]), index);
+        assert_ne!(new.add_layer(&pool, &template, &[0, 1, 2], 4), index);
     }
 }

@@ -52,16 +52,32 @@ impl Requests {
         if is_one_token && is_distinct() { Form::OneToken(self.len()) } else { Form::PerRow(self.len()) }
     }
 
-    /// Writes ids at byte 0 and the rows that go in at `input_offset`.
+    /// The form of a graph for these requests on a device that holds experts in `n_slots` slots, and the slot of the rows
+    /// that fill it up; `max_rows` is the most requests that there can be.
+    ///
+    /// That slot is nobody else's: kernels choose their way by the number of an expert's rows, and ways round differently.
+    pub(super) fn form_with_room(&self, max_rows: usize, n_slots: u16) -> (Form, i32) {
+        let form = self.form();
+        match (0..i32::from(n_slots)).find(|slot| !self.ids.contains(slot)) {
+            Some(unused) => (form.with_room(max_rows), unused),
+            None => (form, 0),
+        }
+    }
+
+    /// Writes ids at byte 0 and the rows that go in at `input_offset`. `filler` is the id of rows that fill the form up.
     pub(super) fn write_inputs(
         &self,
         block: &mut HostBlock,
         input_offset: usize,
         template: &FfnTemplate,
-        form: Form,
+        (form, filler): (Form, i32),
         input: &Tensor<'_>,
     ) -> Result<()> {
         block.write_ids(0, &self.ids)?;
+        // Rows that fill the graph up are computed too, and mean nothing.
+        for row in self.len()..form.rows() {
+            block.write_ids(row * size_of::<i32>(), &[filler])?;
+        }
         let row_bytes = row_bytes(template.n_in);
         for (row, &(k, token)) in self.rows.iter().take(form.input_rows(template)).enumerate() {
             let k = if template.shared_input { 0 } else { k };
@@ -101,7 +117,16 @@ pub enum Form {
 }
 
 impl Form {
-    /// Requests.
+    /// The form of a graph that has room for these requests: of those for several tokens there are few, so that each is
+    /// captured and compiled once. `max_rows`: the most that there can be.
+    pub fn with_room(self, max_rows: usize) -> Self {
+        match self {
+            Form::OneToken(_) => self,
+            Form::PerRow(n) => Form::PerRow(n.next_power_of_two().min(max_rows).max(n)),
+        }
+    }
+
+    /// Rows.
     pub fn rows(self) -> usize {
         match self {
             Form::OneToken(n) | Form::PerRow(n) => n,
@@ -139,6 +164,20 @@ mod tests {
     #[test]
     fn distinct_experts_of_one_token_stand_side_by_side() {
         assert_eq!(requests(&[(3, 1), (3, 7), (3, 2)]).form(), Form::OneToken(3));
+    }
+
+    #[test]
+    fn graphs_for_several_tokens_are_few() {
+        let sizes: std::collections::BTreeSet<_> = (1..=60).map(|n| Form::PerRow(n).with_room(60).rows()).collect();
+        assert_eq!(sizes.into_iter().collect::<Vec<_>>(), [1, 2, 4, 8, 16, 32, 60]);
+        assert_eq!(Form::OneToken(7).with_room(60), Form::OneToken(7));
+    }
+
+    #[test]
+    fn a_graph_is_filled_up_with_rows_of_a_slot_that_nobody_uses() {
+        let some = requests(&[(0, 1), (1, 0), (1, 2)]);
+        assert_eq!(some.form_with_room(60, 8), (Form::PerRow(4), 3));
+        assert_eq!(some.form_with_room(60, 3), (Form::PerRow(3), 0), "there is none: not filled up");
     }
 
     #[test]

@@ -1,6 +1,8 @@
 //! Backend instances: one per llama.cpp context. Work is done when `graph_compute` returns.
 //!
-//! An instance's context is a boxed [`Context`].
+//! Inputs come without a wait where their backend can read without one: it is waited for once, when they are needed.
+//!
+//! An instance's context is a boxed [`Instance`].
 
 use super::event;
 use super::guard::{NAME, guard};
@@ -16,7 +18,7 @@ const INTERFACE: sys::ggml_backend_i = sys::ggml_backend_i {
     get_tensor_async: None,
     set_tensor_2d_async: None,
     get_tensor_2d_async: None,
-    cpy_tensor_async: None,
+    cpy_tensor_async: Some(cpy_tensor_async),
     synchronize: Some(synchronize),
     graph_plan_create: None,
     graph_plan_free: None,
@@ -31,6 +33,47 @@ const INTERFACE: sys::ggml_backend_i = sys::ggml_backend_i {
 /// Identifies our instances: `moe-hot v1 plugin`, in ASCII.
 static GUID: sys::ggml_guid = *b"moe-hotv1-plugin";
 
+/// Behind a backend instance of ours.
+struct Instance {
+    context: Context,
+    sources: Sources,
+}
+
+/// Backends that are still reading inputs for us. As a rule there is one.
+struct Sources {
+    backends: [sys::ggml_backend_t; MAX_SOURCES],
+    len: usize,
+}
+
+/// Inputs of one split that come from more backends are waited for.
+const MAX_SOURCES: usize = 4;
+
+impl Sources {
+    const NONE: Self = Self { backends: [null_mut(); MAX_SOURCES], len: 0 };
+
+    /// Notes a backend. `false`: there are too many.
+    fn add(&mut self, backend: sys::ggml_backend_t) -> bool {
+        if self.backends[..self.len].contains(&backend) {
+            return true;
+        }
+        let Some(place) = self.backends.get_mut(self.len) else { return false };
+        *place = backend;
+        self.len += 1;
+        true
+    }
+
+    /// Waits until all inputs are there.
+    ///
+    /// # Safety
+    /// The backends noted since the last call are alive.
+    unsafe fn wait(&mut self) {
+        for backend in &self.backends[..std::mem::take(&mut self.len)] {
+            // SAFETY: passed on from the caller.
+            unsafe { sys::ggml_backend_synchronize(*backend) };
+        }
+    }
+}
+
 /// A new instance on `device`; NULL only if ggml's CPU backend cannot be made.
 pub(super) fn new(device: sys::ggml_backend_dev_t) -> sys::ggml_backend_t {
     match Context::new() {
@@ -39,7 +82,7 @@ pub(super) fn new(device: sys::ggml_backend_dev_t) -> sys::ggml_backend_t {
             guid: (&raw const GUID).cast_mut(),
             iface: INTERFACE,
             device,
-            context: Box::into_raw(Box::new(context)).cast(),
+            context: Box::into_raw(Box::new(Instance { context, sources: Sources::NONE })).cast(),
         })),
         Err(error) => {
             log(Level::Error, &error.to_string());
@@ -50,9 +93,9 @@ pub(super) fn new(device: sys::ggml_backend_dev_t) -> sys::ggml_backend_t {
 
 /// # Safety
 /// `backend` was made by [`new`], is not freed yet, and is used by this thread alone.
-unsafe fn context<'a>(backend: sys::ggml_backend_t) -> &'a mut Context {
-    // SAFETY: `new` stored a boxed `Context`; the caller vouches for the rest.
-    unsafe { &mut *(*backend).context.cast::<Context>() }
+unsafe fn instance<'a>(backend: sys::ggml_backend_t) -> &'a mut Instance {
+    // SAFETY: `new` stored a boxed `Instance`; the caller vouches for the rest.
+    unsafe { &mut *(*backend).context.cast::<Instance>() }
 }
 
 unsafe extern "C" fn get_name(_: sys::ggml_backend_t) -> *const c_char {
@@ -64,27 +107,75 @@ unsafe extern "C" fn free(backend: sys::ggml_backend_t) {
         // SAFETY: ggml frees each instance once; both boxes were made by `new`. The context's address is read before the
         // instance becomes a box, after which the pointer must not be used.
         unsafe {
-            drop(Box::from_raw((*backend).context.cast::<Context>()));
+            drop(Box::from_raw((*backend).context.cast::<Instance>()));
             drop(Box::from_raw(backend));
         }
     });
 }
 
-/// Nothing is ever pending.
-unsafe extern "C" fn synchronize(_: sys::ggml_backend_t) {}
+/// Takes an input of a split from another backend. `false`: the host is to copy it, and waits for it.
+unsafe extern "C" fn cpy_tensor_async(
+    source: sys::ggml_backend_t,
+    backend: sys::ggml_backend_t,
+    src: *const sys::ggml_tensor,
+    dst: *mut sys::ggml_tensor,
+) -> bool {
+    guard("taking an input", false, || {
+        // SAFETY: the scheduler passes live instances, ours last, and valid tensors with memory: `src` is the source's, `dst`
+        // lies in host memory, the only kind that we support, and stays until the split has been computed.
+        unsafe {
+            let can_read = (*source).iface.get_tensor_async.is_some() && !is_in_host_memory(src);
+            if !can_read || !is_in_host_memory(dst) || !have_equal_layouts(src, dst) {
+                return false;
+            }
+            if !instance(backend).sources.add(source) {
+                return false;
+            }
+            sys::ggml_backend_tensor_get_async(source, src, (*dst).data, 0, sys::ggml_nbytes(src));
+        }
+        true
+    })
+}
+
+/// # Safety
+/// `tensor` is valid and has memory.
+unsafe fn is_in_host_memory(tensor: *const sys::ggml_tensor) -> bool {
+    // SAFETY: passed on from the caller.
+    unsafe {
+        let owner = if (*tensor).view_src.is_null() { tensor } else { (*tensor).view_src };
+        !(*owner).buffer.is_null() && sys::ggml_backend_buffer_is_host((*owner).buffer)
+    }
+}
+
+/// Whether both hold the same elements at the same places, without gaps.
+///
+/// # Safety
+/// Both are valid.
+unsafe fn have_equal_layouts(a: *const sys::ggml_tensor, b: *const sys::ggml_tensor) -> bool {
+    // SAFETY: passed on from the caller.
+    unsafe { (*a).type_ == (*b).type_ && (*a).ne == (*b).ne && (*a).nb == (*b).nb && sys::ggml_is_contiguous(a) }
+}
+
+/// Only inputs can be pending.
+unsafe extern "C" fn synchronize(backend: sys::ggml_backend_t) {
+    // SAFETY: the host waits for a live instance of ours, before it frees those that inputs came from.
+    guard("waiting for inputs", (), || unsafe { instance(backend).sources.wait() });
+}
 
 unsafe extern "C" fn graph_compute(backend: sys::ggml_backend_t, graph: *mut sys::ggml_cgraph) -> sys::ggml_status {
     guard("computing experts", sys::GGML_STATUS_FAILED, || {
         // SAFETY: the scheduler hands a valid graph to a live instance, on the one thread that uses both.
-        let (context, graph) = unsafe { (context(backend), Graph::from_raw(graph)) };
-        graph.map_or(sys::GGML_STATUS_FAILED, |graph| context.compute(&graph))
+        let (instance, graph) = unsafe { (instance(backend), Graph::from_raw(graph)) };
+        // SAFETY: the scheduler took this split's inputs from live backends.
+        unsafe { instance.sources.wait() };
+        graph.map_or(sys::GGML_STATUS_FAILED, |graph| instance.context.compute(&graph))
     })
 }
 
 /// Found by llama.cpp under this name with `ggml_backend` in front.
 pub(super) unsafe extern "C" fn set_n_threads(backend: sys::ggml_backend_t, n_threads: c_int) {
     // SAFETY: llama.cpp calls this on a live instance between computations.
-    guard("setting threads", (), || unsafe { context(backend) }.set_threads(n_threads));
+    guard("setting threads", (), || unsafe { instance(backend) }.context.set_threads(n_threads));
 }
 
 /// Found by llama.cpp under this name with `ggml_backend` in front.
@@ -95,7 +186,7 @@ pub(super) unsafe extern "C" fn set_abort_callback(
 ) {
     guard("setting the abort callback", (), || {
         // SAFETY: as for `set_n_threads`. The host keeps function and data valid until it sets others or frees the instance.
-        let (context, callback) = unsafe { (context(backend), AbortCallback::new(function, data)) };
-        context.set_abort_callback(callback);
+        let (instance, callback) = unsafe { (instance(backend), AbortCallback::new(function, data)) };
+        instance.context.set_abort_callback(callback);
     });
 }

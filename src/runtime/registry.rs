@@ -48,8 +48,6 @@ struct State {
     /// Which model a live buffer belongs to, by the buffer's address.
     by_buffer: HashMap<usize, Arc<Model>>,
     live_contexts: usize,
-    /// Those that llama.cpp decodes with.
-    working_contexts: usize,
     /// Whether any has decoded since there was none.
     has_worked: bool,
     save_thread: Option<SaveThread>,
@@ -143,11 +141,6 @@ impl Runtime {
         }
     }
 
-    /// llama.cpp decodes with one more context.
-    pub(super) fn context_works(&self) {
-        self.state().working_contexts += 1;
-    }
-
     /// Saves what has been learnt. With the last context ends the saving, and says what became of the recording.
     ///
     /// `worked`: llama.cpp has decoded with the context; it makes others only to measure. `times`: what it has timed.
@@ -156,7 +149,6 @@ impl Runtime {
         let (is_last, ended, times, worked) = {
             let mut state = self.state();
             state.live_contexts -= 1;
-            state.working_contexts -= usize::from(worked);
             state.has_worked |= worked;
             if let Some(times) = &times {
                 state.times.get_or_insert_default().add(times);
@@ -213,16 +205,16 @@ impl Runtime {
             Ok(device) if self.config.caches() && !device.is_off() => device,
             _ => return,
         };
-        let (n_contexts, earlier, ended) = {
+        let (earlier, ended) = {
             let mut state = self.state();
             let all = std::mem::take(&mut state.background);
             let (earlier, others): (Vec<_>, Vec<_>) = all.into_iter().partition(|background| background.is_of(model));
             let (ended, running): (Vec<_>, _) = others.into_iter().partition(Background::has_ended);
             state.background = running;
-            (state.working_contexts, earlier, ended)
+            (earlier, ended)
         };
         drop(ended); // not under the lock
-        let Some(started) = Background::start(model, device, &self.config, n_contexts, earlier) else { return };
+        let Some(started) = Background::start(model, device, &self.config, earlier) else { return };
         let cache = started.cache().clone();
         self.state().background.push(started);
         if self.config.test_slots.is_some() {

@@ -125,12 +125,12 @@ def test_a_model_that_comes_back_is_cached_again(hot):
     assert after.hits > before.hits
 
 
-@pytest.mark.parametrize(("mib", "n_cached"), [(4, 1), (9, 2), (100, 2)])
+@pytest.mark.parametrize(("mib", "n_cached"), [(4, 1), (10, 2), (100, 2)])
 def test_two_models_share_a_budget(hot, mib, n_cached):
     """The first that computes takes what it can use; the second the rest, or nothing, and says so."""
     in_second = [decode(1, context=1), greedy(20, context=1)]
     if n_cached == 2:
-        in_second.append(until("large_writes", N_WRITES + 60))
+        in_second.append(until("large_writes", N_WRITES + 30))
     steps = [*WARM_UP, SOME_FILLED, *in_second, greedy(100, context=1), greedy(100)]
     environment = {"LLAMA_ARG_MOE_HOT_CACHE_MAX_MIB": mib}
     profile = hot.profile(model(), [decode(1), greedy(100)])

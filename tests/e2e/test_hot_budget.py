@@ -18,7 +18,7 @@ from processes import stock_environment
 
 MIB = 1 << 20
 N_LAYERS, N_EXPERT = 3, 16
-N_ALLOCATIONS = N_LAYERS + 2  # pools; room for scratch memory, tried out and given back; a context's scratch memory
+N_ALLOCATIONS = N_LAYERS + 1  # pools; a context's scratch memory
 CAPACITY_MIB = 4096  # FakeDevice's, if nothing else is said
 # The last tokens are enough for copies to be known to have arrived.
 BEFORE, AFTER = [decode(1), greedy(20)], [decode(2), decode(7), decode(40), greedy(100)]
@@ -116,8 +116,8 @@ def test_the_automatic_budget_leaves_the_reserve(hot, everything_mib):
     result = run_cached(hot, AUTO_RESERVE_MIB=CAPACITY_MIB - left)
     assert_cached(result, left)
     assert result.start.slots < N_EXPERT
-    assert_cold(run(hot, AUTO_RESERVE_MIB=CAPACITY_MIB), "0 MiB hold 0 slots per layer")
-    assert_cold(run(hot, AUTO_RESERVE_MIB=10 * CAPACITY_MIB), "0 MiB hold 0 slots per layer")
+    assert_cold(run(hot, AUTO_RESERVE_MIB=CAPACITY_MIB), "no room on FAKE0 for the contexts' scratch memory")
+    assert_cold(run(hot, AUTO_RESERVE_MIB=10 * CAPACITY_MIB), "no room on FAKE0 for the contexts' scratch memory")
 
 
 def test_fewer_slots_than_a_third_of_a_tokens_experts_are_no_cache(hot):

@@ -54,8 +54,8 @@ impl Fetcher {
         Self { engine, cache, layers, in_flight: VecDeque::new(), next_id: 0 }
     }
 
-    /// Makes these copies and returns when all of them have landed, or at the end.
-    pub fn carry_out(&mut self, mut fetches: VecDeque<Fetch>) {
+    /// Makes these copies and returns when all of them have landed, or at the end. `between` is done between them.
+    pub fn carry_out(&mut self, mut fetches: VecDeque<Fetch>, between: &mut dyn FnMut()) {
         while !(self.cache.is_over() || fetches.is_empty() && self.in_flight.is_empty()) {
             while let Some(fetch) = fetches.pop_front() {
                 if self.start(fetch) == Attempt::NoStaging {
@@ -64,13 +64,15 @@ impl Fetcher {
                 }
             }
             self.settle(POLL_INTERVAL);
+            between();
         }
         self.land_all();
     }
 
-    /// Makes the copies that contexts ask for, until the end.
-    pub fn serve(&mut self) {
+    /// Makes the copies that contexts ask for, until the end. `between` is done between them.
+    pub fn serve(&mut self, between: &mut dyn FnMut()) {
         while !self.cache.is_over() {
+            between();
             match self.cache.queue.pop() {
                 Some(fetch) => {
                     let attempt = self.start(fetch);

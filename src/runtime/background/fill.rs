@@ -6,11 +6,12 @@
 use super::Cached;
 use super::candidates::{Candidate, Candidates};
 use super::fetcher::Fetcher;
+use super::warm_up::WarmUp;
 use crate::cache::{Admission, LayerPlan, Plan, PlanError, SlotRule, Slots};
 use crate::device::Pool;
 use crate::device::copy::{CopyEngine, PortableEngine};
 use crate::device::cuda;
-use crate::ggml::{Device, Level, Memory, log};
+use crate::ggml::{Device, Level, log};
 use crate::lanes::pool_tensor;
 use crate::options::Config;
 use crate::runtime::model::cache_handle::CacheHandle;
@@ -52,6 +53,14 @@ pub enum NoCache {
         /// The device.
         device: String,
     },
+    /// The memory does not even hold what contexts compute in.
+    #[error("no room on {device} for the contexts' scratch memory ({available} may be taken)")]
+    NoScratch {
+        /// What may be taken.
+        available: Bytes,
+        /// The device.
+        device: String,
+    },
     /// ggml refused something.
     #[error(transparent)]
     Failed(#[from] Error),
@@ -72,22 +81,28 @@ impl std::fmt::Display for Before {
 
 /// One fill of a model's cache.
 pub struct Fill<'a> {
-    model: &'a Model,
+    model: &'a Arc<Model>,
     cache: &'a Arc<CacheHandle>,
     config: &'a Config,
-    n_contexts: usize,
 }
 
 /// The layers' caches in the order of the plan; none for a layer without slots.
 type LayerCaches = Vec<Option<Arc<LayerCache>>>;
 
-/// What serves a filled cache, and the copies to begin with.
-pub type Filled = (Fetcher, VecDeque<Fetch>);
+/// What serves a filled cache.
+pub struct Filled {
+    /// Makes copies.
+    pub fetcher: Fetcher,
+    /// Those to begin with.
+    pub fetches: VecDeque<Fetch>,
+    /// Makes contexts' lanes ready.
+    pub warm_up: WarmUp,
+}
 
 impl<'a> Fill<'a> {
-    /// A fill of `cache`, for `n_contexts` contexts.
-    pub fn new(model: &'a Model, cache: &'a Arc<CacheHandle>, config: &'a Config, n_contexts: usize) -> Self {
-        Self { model, cache, config, n_contexts }
+    /// A fill of `cache`.
+    pub fn new(model: &'a Arc<Model>, cache: &'a Arc<CacheHandle>, config: &'a Config) -> Self {
+        Self { model, cache, config }
     }
 
     /// Allocates everything and gives the layers their caches, empty yet.
@@ -111,9 +126,22 @@ impl<'a> Fill<'a> {
                 return Ok(None);
             }
         };
-        let n_contexts = u64::try_from(self.n_contexts.max(1)).unwrap_or(u64::MAX);
-        let scratch = candidates.scratch().saturating_mul(n_contexts);
-        let (plan, layers) = self.allocate(&candidates.layers, scratch)?;
+        let memory = self.cache.device.memory();
+        let available = memory.plan();
+        let warm_up = WarmUp::new(self.model.clone(), self.cache.clone(), candidates.scratch(), self.config);
+        // Contexts first: without scratch memory for them the experts would be of no use.
+        let no_scratch = || NoCache::NoScratch { available, device: self.device().name().into_owned() };
+        let mut warm_up = warm_up.ok_or_else(no_scratch)?;
+        let scratch = warm_up.bytes();
+        let make_lanes = || match warm_up.make_lanes() {
+            Ok(true) => Ok(true),
+            Ok(false) => Err(no_scratch()),
+            Err(error) => {
+                self.cache.device.turn_off(&error.to_string());
+                Ok(false)
+            }
+        };
+        let Some((plan, layers)) = self.allocate(&candidates.layers, scratch, make_lanes)? else { return Ok(None) };
         self.announce(&candidates, &plan, scratch);
         let fetches = self.fetches(&candidates.layers, &plan);
         let mut cached = Vec::with_capacity(layers.len());
@@ -129,7 +157,8 @@ impl<'a> Fill<'a> {
             }
             cached.push(Some(Cached { layer: candidate.layer, cache }));
         }
-        Ok(Some((Fetcher::new(engine, self.cache.clone(), cached), fetches)))
+        let fetcher = Fetcher::new(engine, self.cache.clone(), cached);
+        Ok(Some(Filled { fetcher, fetches, warm_up }))
     }
 
     fn device(&self) -> Device {
@@ -141,15 +170,20 @@ impl<'a> Fill<'a> {
     }
 
     /// Plans and allocates; where the device gives less than planned, again with half of the budget. No cache for a layer
-    /// without slots.
-    fn allocate(&self, candidates: &[Candidate], scratch: Bytes) -> Result<(Plan, LayerCaches), NoCache> {
+    /// without slots. `before_pools` is done once there is a plan; `None` if it says no.
+    fn allocate(
+        &self,
+        candidates: &[Candidate],
+        scratch: Bytes,
+        mut before_pools: impl FnMut() -> Result<bool, NoCache>,
+    ) -> Result<Option<(Plan, LayerCaches)>, NoCache> {
         let device = || self.device().name().into_owned();
         let rule = match self.config.test_slots {
             Some(slots) => SlotRule::Exactly(u16::try_from(slots).unwrap_or(u16::MAX)),
             None => SlotRule::AtLeastAThird,
         };
         let demands: Vec<_> = candidates.iter().map(|candidate| candidate.demand.clone()).collect();
-        let mut budget = self.cache.device.memory().available().saturating_sub(scratch);
+        let mut budget = self.cache.device.memory().plan();
         let mut before = Before::default();
         loop {
             let plan = match Plan::new(&demands, budget, rule) {
@@ -161,22 +195,21 @@ impl<'a> Fill<'a> {
             if plan.slots_per_layer == 0 && self.config.test_slots != Some(0) {
                 return Err(NoCache::NoSlots { before, budget, device: device() });
             }
-            if let Some(layers) = self.try_allocate(candidates, &plan, scratch)? {
-                return Ok((plan, layers));
+            if !before_pools()? {
+                return Ok(None);
+            }
+            if let Some(layers) = self.try_allocate(candidates, &plan)? {
+                return Ok(Some((plan, layers)));
             }
             before = Before(Some((device(), plan.bytes)));
-            budget = Bytes(plan.bytes.0.min(budget.0) / 2);
+            budget = Bytes(plan.bytes.0.min(budget.0) / 2).min(self.cache.device.memory().plan());
         }
     }
 
-    /// All layers' pools, or nothing. Sees to it that contexts find room for their scratch memory.
-    fn try_allocate(&self, candidates: &[Candidate], plan: &Plan, scratch: Bytes) -> Result<Option<LayerCaches>> {
+    /// All layers' pools, or nothing.
+    fn try_allocate(&self, candidates: &[Candidate], plan: &Plan) -> Result<Option<LayerCaches>> {
         let memory = self.cache.device.memory();
         let kind = self.device().buffer_type().ok_or(Error::Ggml("a buffer type of the device"))?;
-        let scratch_size = usize::try_from(scratch.0).unwrap_or(usize::MAX);
-        let Some(_room) = memory.allocate(scratch, || Memory::allocate(kind, scratch_size)) else {
-            return Ok(None);
-        };
         let mut layers = Vec::with_capacity(candidates.len());
         for (index, (candidate, layer)) in candidates.iter().zip(&plan.layers).enumerate() {
             if layer.slots == 0 {

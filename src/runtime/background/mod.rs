@@ -5,6 +5,7 @@
 mod candidates;
 mod fetcher;
 mod fill;
+mod warm_up;
 
 use super::hot_device::HotDevice;
 use super::model::Model;
@@ -24,19 +25,12 @@ pub struct Background {
 }
 
 impl Background {
-    /// Starts to fill a cache for `model`. `n_contexts`: contexts that compute with it, each of which needs scratch memory;
-    /// `earlier`: the model's caches before this one, whose memory comes back first.
+    /// Starts to fill a cache for `model`. `earlier`: the model's caches before this one, whose memory comes back first.
     ///
     /// `None`, after one line, if the system refuses a thread.
-    pub fn start(
-        model: &Arc<Model>,
-        device: &Arc<HotDevice>,
-        config: &Config,
-        n_contexts: usize,
-        earlier: Vec<Self>,
-    ) -> Option<Self> {
+    pub fn start(model: &Arc<Model>, device: &Arc<HotDevice>, config: &Config, earlier: Vec<Self>) -> Option<Self> {
         let cache = new_cache(model, device);
-        let mut task = Task::new(model.clone(), cache.clone(), config.clone(), n_contexts);
+        let mut task = Task::new(model.clone(), cache.clone(), config.clone());
         task.earlier = earlier;
         match std::thread::Builder::new().name("moe-hot-cache".into()).spawn(move || task.run()) {
             Ok(thread) => Some(Self { model: model.clone(), cache, thread: Some(thread) }),
@@ -99,14 +93,13 @@ struct Task {
     model: Arc<Model>,
     cache: Arc<CacheHandle>,
     config: Config,
-    n_contexts: usize,
     /// The model's caches before this one.
     earlier: Vec<Background>,
 }
 
 impl Task {
-    fn new(model: Arc<Model>, cache: Arc<CacheHandle>, config: Config, n_contexts: usize) -> Self {
-        Self { model, cache, config, n_contexts, earlier: Vec::new() }
+    fn new(model: Arc<Model>, cache: Arc<CacheHandle>, config: Config) -> Self {
+        Self { model, cache, config, earlier: Vec::new() }
     }
 
     /// Does it all; whatever goes wrong costs the cache, no more.
@@ -124,14 +117,14 @@ impl Task {
     }
 
     fn fill_and_serve(&self) -> Result<(), fill::NoCache> {
-        let Some(filled) = fill::Fill::new(&self.model, &self.cache, &self.config, self.n_contexts).run()? else {
+        let Some(filled) = fill::Fill::new(&self.model, &self.cache, &self.config).run()? else {
             return Ok(());
         };
-        let (mut fetcher, fetches) = filled;
-        fetcher.carry_out(fetches);
+        let fill::Filled { mut fetcher, fetches, mut warm_up } = filled;
+        fetcher.carry_out(fetches, &mut || warm_up.answer_all());
         self.forget_old_fetches(&fetcher);
         self.cache.queue.set_filled();
-        fetcher.serve();
+        fetcher.serve(&mut || warm_up.answer_all());
         Ok(())
     }
 
@@ -158,7 +151,7 @@ pub(crate) mod testing {
     pub(crate) fn dropped_before_it_ran(model: &Arc<Model>, config: &Config) -> Arc<CacheHandle> {
         let device = HotDevice::choose(config).unwrap();
         let cache = new_cache(model, &device);
-        drop(Task::new(model.clone(), cache.clone(), config.clone(), 1));
+        drop(Task::new(model.clone(), cache.clone(), config.clone()));
         cache
     }
 }

@@ -1,23 +1,23 @@
-//! A context's hot lane: made ready for each layer's cache, lent to a call, and given back to the device when the cache ends.
+//! A context's hot lane: asked for, layer by layer, from the cache's thread, and lent to a call once it is ready.
 
-use super::splits::{HotBlock, ResolvedBlock};
-use crate::device::DeviceMemory;
-use crate::ggml::{Graph, Level, log};
-use crate::lanes::{HotIndex, HotLane, try_out};
+use super::splits::{AskedLanes, HotBlock, ResolvedBlock};
+use crate::ggml::Graph;
+use crate::lanes::{HotIndex, Width};
 use crate::moe::FfnTemplate;
 use crate::options::Config;
-use crate::runtime::model::cache_handle::{CacheHandle, IdleMemory};
+use crate::runtime::model::Model;
+use crate::runtime::model::cache_handle::IdleMemory;
 use crate::runtime::model::lane_cell::{ContextLane, LaneCell};
+use crate::runtime::model::lane_request::{Answer, LaneRequest};
 use crate::runtime::model::layer_cache::LayerCache;
-use crate::units::Bytes;
 use std::sync::{Arc, Weak};
 
 /// A context's hot lane, if it has one.
 #[derive(Default)]
 pub struct HotSide {
     cell: Arc<LaneCell>,
-    /// A cache for which the device had no room for this context's scratch memory.
-    refused: Option<Weak<CacheHandle>>,
+    /// The model that knows of it.
+    model: Weak<Model>,
 }
 
 /// A hot lane that is ready for a call.
@@ -31,7 +31,16 @@ pub struct ReadyLane {
 }
 
 impl HotSide {
-    /// The lane, ready for the cache of this block's layer. `None`: the block is computed on the CPU.
+    /// Makes the context known to its model.
+    pub fn join(&mut self, model: &Arc<Model>) {
+        if self.model.as_ptr() != Arc::as_ptr(model) {
+            self.model = Arc::downgrade(model);
+            model.join(&self.cell);
+        }
+    }
+
+    /// The lane, ready for the cache of this block's layer. `None`: the block is computed on the CPU, as long as the lane is
+    /// not ready or for good.
     pub fn ready(
         &mut self,
         split: &Graph<'_>,
@@ -41,39 +50,81 @@ impl HotSide {
     ) -> Option<ReadyLane> {
         let template = block.template.as_ref()?;
         let Some(cache) = block.layer.cache().filter(|cache| !cache.handle.is_over()) else {
-            if let HotBlock::Ready(..) = std::mem::take(&mut block.hot) {
-                self.drop_lane();
-            }
+            block.hot = HotBlock::Unknown;
             return None;
         };
-        if n_tokens > config.max_hot_tokens() || is_of(self.refused.as_ref(), &cache.handle) {
+        if n_tokens > config.max_hot_tokens() {
             return None;
         }
-        let lane = self.cell.take().filter(|lane| Arc::ptr_eq(&lane.cache, &cache.handle));
-        match (&block.hot, lane) {
-            (HotBlock::Ready(known, index), Some(lane)) if is_of(Some(known), &cache) && lane.lane.knows(*index) => {
-                Some(ReadyLane { lane, index: *index, cache })
+        let width = if n_tokens == 1 { Width::OneToken } else { Width::SeveralTokens };
+        // Once more for each request, if a test waits for the answers.
+        for _ in 0..=2 {
+            match self.find(&mut block.hot, &cache, width) {
+                Found::Lane(lane, index) => return Some(ReadyLane { lane, cache, index }),
+                Found::Nothing => return None,
+                Found::NotAsked(width) => self.ask(split, &mut block.hot, template, &cache, width)?,
             }
-            (HotBlock::Refused(known), lane) if is_of(Some(known), &cache) => {
-                lane.into_iter().for_each(|lane| self.cell.put(lane));
-                None
-            }
-            (_, lane) => {
-                let (lane, index) = self.prepare(lane, split, template, &cache, config);
-                let known = Arc::downgrade(&cache);
-                match (lane, index) {
-                    (Some(lane), Some(index)) => {
-                        block.hot = HotBlock::Ready(known, index);
-                        Some(ReadyLane { lane, cache, index })
-                    }
-                    (lane, _) => {
-                        lane.into_iter().for_each(|lane| self.cell.put(lane));
-                        block.hot = HotBlock::Refused(known);
-                        None
-                    }
-                }
+            config.test_slots?;
+            cache.handle.queue.wait_answered();
+        }
+        None
+    }
+
+    fn find(&self, hot: &mut HotBlock, cache: &Arc<LayerCache>, width: Width) -> Found {
+        let asked = match hot {
+            HotBlock::Asked(asked) if is_of(&asked.cache, cache) => asked,
+            HotBlock::Refused(known) if is_of(known, cache) => return Found::Nothing,
+            _ => return Found::NotAsked(Width::OneToken),
+        };
+        let index = match asked.one_token.get() {
+            Some(Some(index)) => *index,
+            Some(None) | None => return Found::Nothing,
+        };
+        // The cache's thread may be at work with it.
+        let Some(lane) = self.cell.take() else { return Found::Nothing };
+        let is_its = Arc::ptr_eq(&lane.cache, &cache.handle) && lane.lane.is_warm(index, Width::OneToken);
+        if is_its && lane.lane.is_warm(index, width) {
+            return Found::Lane(lane, index);
+        }
+        self.cell.put(lane);
+        match (is_its, &asked.several_tokens) {
+            // It was made anew since.
+            (false, _) => Found::NotAsked(Width::OneToken),
+            (true, None) => Found::NotAsked(width),
+            (true, Some(_)) => Found::Nothing,
+        }
+    }
+
+    /// Asks the cache's thread to make the lane ready. `None` if the cache cannot serve the block.
+    fn ask(
+        &self,
+        split: &Graph<'_>,
+        hot: &mut HotBlock,
+        template: &Arc<FfnTemplate>,
+        cache: &Arc<LayerCache>,
+        width: Width,
+    ) -> Option<()> {
+        let model = self.model.upgrade()?;
+        let Some(tensors) = cache.tensors_for(split, template) else {
+            // An adapter that has come since: what belongs in the cache is more than it was made for.
+            cache.handle.end_for_refill();
+            return None;
+        };
+        let answer = Answer::default();
+        match (width, &mut *hot) {
+            (Width::SeveralTokens, HotBlock::Asked(asked)) => asked.several_tokens = Some(answer.clone()),
+            _ => {
+                let (cache, one_token) = (Arc::downgrade(cache), answer.clone());
+                *hot = HotBlock::Asked(AskedLanes { cache, one_token, several_tokens: None });
             }
         }
+        let (cell, template) = (Arc::downgrade(&self.cell), template.clone());
+        let queue = cache.handle.queue.clone();
+        queue.request_made();
+        let of = Arc::downgrade(cache);
+        model.add_lane_request(LaneRequest { cell, cache: of, template, tensors, width, answer, queue: queue.clone() });
+        queue.wake();
+        Some(())
     }
 
     /// Takes the lane back after a call.
@@ -85,67 +136,18 @@ impl HotSide {
     pub fn drop_lane(&self) {
         self.cell.release();
     }
-
-    /// Makes the lane ready for a layer that it has not computed yet. The index is `None` if it cannot be.
-    fn prepare(
-        &mut self,
-        lane: Option<Box<ContextLane>>,
-        split: &Graph<'_>,
-        template: &Arc<FfnTemplate>,
-        cache: &Arc<LayerCache>,
-        config: &Config,
-    ) -> (Option<Box<ContextLane>>, Option<HotIndex>) {
-        let Some(tensors) = cache.tensors_for(split, template) else {
-            // An adapter that has come since: what belongs in the cache is more than it was made for.
-            cache.handle.end_for_refill();
-            return (lane, None);
-        };
-        let device = cache.handle.device.device();
-        let trial = match try_out(device, template, config.max_hot_rows(template.n_used)) {
-            Ok(trial) if trial.unsupported.is_none() => trial,
-            _ => return (lane, None),
-        };
-        let Some(mut lane) = lane.or_else(|| self.new_lane(&cache.handle, config)) else { return (None, None) };
-        if !grow(&mut lane, trial.scratch_bytes, cache.handle.device.memory()) {
-            self.refused = Some(Arc::downgrade(&cache.handle));
-            let name = device.name();
-            log(Level::Warn, &format!("no room on {name} for a context's scratch memory: it computes on the CPU"));
-            return (None, None);
-        }
-        let index = lane.lane.add_layer(&cache.pool, template, &tensors);
-        (Some(lane), Some(index))
-    }
-
-    fn new_lane(&self, cache: &Arc<CacheHandle>, config: &Config) -> Option<Box<ContextLane>> {
-        let device = &cache.device;
-        match HotLane::new(device.device(), !config.no_host) {
-            Ok(lane) => {
-                let cell: Arc<dyn IdleMemory> = self.cell.clone();
-                cache.note_idle_memory(Arc::downgrade(&cell));
-                Some(Box::new(ContextLane::new(lane, cache.clone())))
-            }
-            Err(error) => {
-                device.turn_off(&error.to_string());
-                None
-            }
-        }
-    }
 }
 
-/// Gives the lane this much scratch memory at least. `false`: the device has no room.
-fn grow(lane: &mut ContextLane, scratch_bytes: usize, memory: &Arc<DeviceMemory>) -> bool {
-    let ContextLane { lane, scratch, .. } = lane;
-    if lane.scratch_bytes() >= scratch_bytes {
-        return true;
-    }
-    // The old memory goes before the new one comes.
-    lane.drop_scratch();
-    *scratch = None;
-    let made = memory.allocate(Bytes(scratch_bytes as u64), || lane.grow(scratch_bytes).then_some(()));
-    *scratch = made.map(|((), reservation)| reservation);
-    scratch.is_some()
+/// What there is for a call.
+enum Found {
+    /// The lane, and the layer in it.
+    Lane(Box<ContextLane>, HotIndex),
+    /// Nothing yet, or nothing at all.
+    Nothing,
+    /// Nobody has asked for it.
+    NotAsked(Width),
 }
 
-fn is_of<T>(known: Option<&Weak<T>>, owner: &Arc<T>) -> bool {
-    known.is_some_and(|known| known.as_ptr() == Arc::as_ptr(owner))
+fn is_of<T>(known: &Weak<T>, owner: &Arc<T>) -> bool {
+    known.as_ptr() == Arc::as_ptr(owner)
 }

@@ -87,6 +87,9 @@ impl Context {
             return status;
         };
         let ids = &ids[0];
+        if let Some(model) = model {
+            self.lanes.hot.join(model);
+        }
         let status = self.lanes.compute(split, block, ids, self.runtime);
         if status != sys::GGML_STATUS_SUCCESS {
             return status;
@@ -103,10 +106,7 @@ impl Context {
 
     /// Threads to compute with.
     pub fn set_threads(&mut self, n_threads: i32) {
-        if !self.worked {
-            self.worked = true;
-            self.runtime.context_works();
-        }
+        self.worked = true;
         self.lanes.cold.set_threads(n_threads);
     }
 
@@ -129,14 +129,12 @@ impl ContextLanes {
         let (Some(ready), Some(template)) = (ready, &block.template) else {
             self.partition.set_all_cold(ids);
             let status = compute_whole(&mut self.cold, split, &mut self.watch);
-            if ids.n_tokens() == 1 {
-                self.guard.was_cold(self.watch.elapsed_ns());
-            }
+            self.guard.was_cold(ids.n_tokens(), self.watch.elapsed_ns());
             return status;
         };
         let ReadyLane { mut lane, cache, index } = ready;
-        let is_single = ids.n_tokens() == 1;
-        if is_single && self.guard.wants_reference() {
+        let mut may_use = || self.guard.may_use_device(ids.n_tokens(), cache.handle.n_layers);
+        if runtime.config().is_guarded() && !may_use() {
             self.partition.set_all_cold(ids);
         } else {
             let can_copy = || lane.lane.can_copy(index, split);
@@ -161,7 +159,7 @@ impl ContextLanes {
                     "the CPU could not compute some experts of a layer, it computes all of such layers from now on";
                 self.said_cpu_fault.call_once(|| log(Level::Error, &format!("{what}: {why}")));
             }
-            None if is_single && computed.status == sys::GGML_STATUS_SUCCESS => self.judge(&cache, runtime),
+            None if computed.status == sys::GGML_STATUS_SUCCESS => self.judge(&cache, ids.n_tokens(), runtime),
             None => {}
         }
         self.partition.settle(&cache, computed.has_landed);
@@ -172,24 +170,31 @@ impl ContextLanes {
         computed.status
     }
 
-    /// Learns from what a single-token call took, and gives the cache up if it has been losing for long.
-    fn judge(&mut self, cache: &LayerCache, runtime: &Runtime) {
+    /// Learns from what a call took, and gives the cache up if it loses.
+    fn judge(&mut self, cache: &LayerCache, n_tokens: usize, runtime: &Runtime) {
         if self.partition.hot.is_empty() {
-            self.guard.was_cold(self.watch.elapsed_ns());
+            self.guard.was_cold(n_tokens, self.watch.elapsed_ns());
             return;
         }
-        let (cold_ns, device_ns, wait_ns) = self.watch.lanes_ns();
-        cache.handle.device.costs().learn(&Call {
-            n_cold: self.partition.cold.len(),
-            cold_ns,
-            n_copied: self.partition.copies.len(),
-            device_ns,
-            waited: wait_ns > MIN_WAIT_NS,
-        });
-        let is_judged = runtime.config().test_slots.is_none();
-        if let Some(loss) = self.guard.was_partitioned(self.watch.elapsed_ns()).filter(|_| is_judged) {
-            let [ours, cold] = [loss.ours_ns, loss.cold_ns].map(|ns| ns / 1e3);
-            cache.handle.give_up(&format!("a layer takes {ours:.0} µs with it and {cold:.0} µs without"));
+        if n_tokens == 1 {
+            let (cold_ns, device_ns, wait_ns) = self.watch.lanes_ns();
+            cache.handle.device.costs().learn(&Call {
+                n_cold: self.partition.cold.len(),
+                cold_ns,
+                n_copied: self.partition.copies.len(),
+                device_ns,
+                waited: wait_ns > MIN_WAIT_NS,
+            });
+        }
+        let is_filled = cache.handle.queue.is_filled();
+        let loss = self.guard.was_partitioned(n_tokens, self.watch.elapsed_ns(), is_filled);
+        let Some(loss) = loss.filter(|_| runtime.config().is_guarded()) else { return };
+        let [ours, cold] = [loss.ours_ns, loss.cold_ns].map(|ns| ns / 1e3);
+        let times = format!("a layer takes {ours:.0} µs with it and {cold:.0} µs without");
+        if loss.is_used_elsewhere {
+            log(Level::Warn, &format!("hot cache not used for batches of about {n_tokens} tokens any more: {times}"));
+        } else {
+            cache.handle.give_up(&times);
         }
     }
 

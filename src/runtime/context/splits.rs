@@ -1,9 +1,9 @@
 //! The splits of one context: what was recognised in each, remembered for as long as llama.cpp re-uses the graph.
 
 use crate::ggml::Graph;
-use crate::lanes::HotIndex;
 use crate::moe::{Block, FfnTemplate, Shape};
 use crate::runtime::model::Model;
+use crate::runtime::model::lane_request::Answer;
 use crate::runtime::model::layer::Layer;
 use crate::runtime::model::layer_cache::LayerCache;
 use crate::runtime::registry::Runtime;
@@ -51,10 +51,18 @@ pub enum HotBlock {
     /// Nothing yet.
     #[default]
     Unknown,
-    /// Its layer's index in the lane, for this cache.
-    Ready(Weak<LayerCache>, HotIndex),
+    /// What it has been asked for.
+    Asked(AskedLanes),
     /// That it cannot be computed with this cache.
     Refused(Weak<LayerCache>),
+}
+
+/// That the lane has been asked to know a layer, and the answers.
+pub struct AskedLanes {
+    pub cache: Weak<LayerCache>,
+    pub one_token: Answer,
+    /// `None`: not asked.
+    pub several_tokens: Option<Answer>,
 }
 
 impl Splits {

@@ -17,6 +17,8 @@ pub trait IdleMemory: Send + Sync {
 pub struct CacheHandle {
     /// The device that it is on.
     pub device: Arc<HotDevice>,
+    /// MoE layers of the model.
+    pub n_layers: usize,
     /// Copies to be made.
     pub queue: Arc<FetchQueue>,
     /// The model's count of bytes copied.
@@ -37,7 +39,8 @@ impl CacheHandle {
     ) -> Arc<Self> {
         let queue = Arc::new(FetchQueue::new(n_layers));
         device.register(&queue);
-        Arc::new(Self { device, queue, copied_bytes, refill, idle: Mutex::default(), is_over: AtomicBool::new(false) })
+        let (idle, is_over) = (Mutex::default(), AtomicBool::new(false));
+        Arc::new(Self { device, n_layers, queue, copied_bytes, refill, idle, is_over })
     }
 
     /// Whether it has ended, or its device has failed. Its memory goes back to the device.

@@ -1,10 +1,10 @@
-//! Copies that contexts have asked for, on their way to the thread that makes them.
+//! What contexts have asked for, on its way to the cache's thread: copies, and that it looks for requests of lanes.
 //!
 //! A layer asks for one copy at a time, so that the queue is never longer than the model has layers.
 
 use crate::cache::Admission;
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
 /// One copy to be made: an expert into a layer's pool.
@@ -22,6 +22,8 @@ pub struct Fetch {
 #[derive(Default)]
 pub struct FetchQueue {
     waiting: Mutex<VecDeque<Fetch>>,
+    /// Requests of lanes that have not been answered. Changed under the lock.
+    n_requests: AtomicUsize,
     changed: Condvar,
     ended: AtomicBool,
     filled: AtomicBool,
@@ -41,7 +43,7 @@ impl FetchQueue {
         }
         waiting.push_back(fetch);
         drop(waiting);
-        self.changed.notify_one();
+        self.changed.notify_all();
     }
 
     /// The oldest fetch that waits.
@@ -49,9 +51,37 @@ impl FetchQueue {
         self.lock().pop_front()
     }
 
-    /// Waits until there is a fetch, or the end.
+    /// There is one more request of a lane.
+    pub fn request_made(&self) {
+        let _waiting = self.lock();
+        self.n_requests.fetch_add(1, Relaxed);
+    }
+
+    /// The thread is to look for requests of lanes.
+    pub fn wake(&self) {
+        drop(self.lock());
+        self.changed.notify_all();
+    }
+
+    /// One of them has been answered, or will not be.
+    pub fn request_answered(&self) {
+        let waiting = self.lock();
+        self.n_requests.fetch_sub(1, Relaxed);
+        drop(waiting);
+        self.changed.notify_all();
+    }
+
+    /// Waits until all requests of lanes have been answered, or will not be.
+    pub fn wait_answered(&self) {
+        let is_open = |_: &mut VecDeque<Fetch>| self.n_requests.load(Relaxed) > 0 && !self.has_ended();
+        drop(self.changed.wait_while(self.lock(), is_open));
+    }
+
+    /// Waits until there is a fetch or a request of a lane, or the end.
     pub fn wait(&self) {
-        let is_idle = |waiting: &mut VecDeque<Fetch>| waiting.is_empty() && !self.has_ended();
+        let is_idle = |waiting: &mut VecDeque<Fetch>| {
+            waiting.is_empty() && self.n_requests.load(Relaxed) == 0 && !self.has_ended()
+        };
         drop(self.changed.wait_while(self.lock(), is_idle));
     }
 
@@ -81,6 +111,11 @@ impl FetchQueue {
         self.filled.store(true, Relaxed);
         drop(waiting);
         self.changed.notify_all();
+    }
+
+    /// Whether the plan has been carried out, or will not be.
+    pub fn is_filled(&self) -> bool {
+        self.filled.load(Relaxed)
     }
 
     /// Waits until the plan has been carried out, or will not be.
@@ -120,6 +155,17 @@ mod tests {
         queue.push(fetch(1));
         queue.wait();
         assert_eq!(queue.pop(), None);
+    }
+
+    #[test]
+    fn a_request_of_a_lane_wakes_the_thread_and_its_answer_the_context() {
+        let queue = FetchQueue::new(1);
+        std::thread::scope(|scope| {
+            queue.request_made();
+            queue.wait();
+            scope.spawn(|| queue.wait_answered());
+            queue.request_answered();
+        });
     }
 
     #[test]

@@ -6,6 +6,7 @@ pub mod cache_handle;
 pub mod expert_tensor;
 pub mod fetch_queue;
 pub mod lane_cell;
+pub mod lane_request;
 pub mod layer;
 pub mod layer_cache;
 pub mod policy;
@@ -16,12 +17,14 @@ use crate::ggml::Tensor;
 use crate::profile::{Counts, ModelId, RecordedProfile, TensorId, combine_fingerprints};
 use crate::units::layer_number;
 use expert_tensor::WeightKey;
+use lane_cell::LaneCell;
+use lane_request::LaneRequest;
 use layer::Layer;
 use refill::Refill;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
 /// One model's layers and identity.
 #[derive(Default)]
@@ -31,6 +34,14 @@ pub struct Model {
     refill: Arc<Refill>,
     starting: StartingProfile,
     copied_bytes: Arc<AtomicU64>,
+    contexts: Mutex<Contexts>,
+}
+
+/// The contexts that compute with a model.
+#[derive(Default)]
+struct Contexts {
+    cells: Vec<Weak<LaneCell>>,
+    requests: VecDeque<LaneRequest>,
 }
 
 /// The profile that a model's cache begins with. Whoever needs it first reads it: the thread that fills the cache, or the one
@@ -153,6 +164,32 @@ impl Model {
     /// What identifies it, as far as it has appeared.
     pub fn id(&self) -> ModelId {
         model_id(&self.inner().tensors)
+    }
+
+    /// Notes a context that computes with it, by the place of its hot lane.
+    pub fn join(&self, cell: &Arc<LaneCell>) {
+        let mut contexts = self.contexts();
+        contexts.cells.retain(|cell| cell.strong_count() > 0);
+        contexts.cells.push(Arc::downgrade(cell));
+    }
+
+    /// The places of its contexts' hot lanes.
+    pub fn lane_cells(&self) -> Vec<Arc<LaneCell>> {
+        self.contexts().cells.iter().filter_map(Weak::upgrade).collect()
+    }
+
+    /// Notes what a context asks the cache's thread for, which is to be told.
+    pub fn add_lane_request(&self, request: LaneRequest) {
+        self.contexts().requests.push_back(request);
+    }
+
+    /// The oldest such request.
+    pub fn next_lane_request(&self) -> Option<LaneRequest> {
+        self.contexts().requests.pop_front()
+    }
+
+    fn contexts(&self) -> MutexGuard<'_, Contexts> {
+        self.contexts.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Calls of all layers so far.

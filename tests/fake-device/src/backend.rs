@@ -2,9 +2,9 @@
 //!
 //! An instance's context is a boxed [`Worker`].
 
-use crate::queue::{Command, Queue, Worker};
+use crate::queue::{Command, Direction, Queue, Worker};
 use crate::snapshot::{Cpu, nodes_of};
-use crate::{Shared, device, event, faults, guard, memory, say, settings, stats, sys};
+use crate::{Shared, buffer_type, device, event, faults, first_use, guard, memory, say, settings, stats, sys};
 use std::ffi::{c_char, c_void};
 use std::ptr::null_mut;
 
@@ -104,8 +104,17 @@ unsafe extern "C" fn set_tensor_async(
                 return;
             }
         }
-        queue.submit(Command::Copy { from: data.cast(), to, size, is_transfer: true });
+        queue.submit(Command::Copy { from: data.cast(), to, size, transfer: Some(Direction::ToDevice) });
+        wait_if_pageable(queue, data);
     });
+}
+
+/// As CUDA does, which says nothing about it.
+fn wait_if_pageable(queue: &Queue, data: *const c_void) {
+    if settings::PAGEABLE_BLOCKS.is_on() && !buffer_type::is_page_locked(data) {
+        stats::BLOCKING_COPIES.add(1);
+        queue.synchronize();
+    }
 }
 
 unsafe extern "C" fn get_tensor_async(
@@ -120,7 +129,8 @@ unsafe extern "C" fn get_tensor_async(
         let (queue, from) = unsafe { (queue(backend), memory::address(tensor, offset, size)) };
         stats::GET_ASYNC_CALLS.add(1);
         stats::GET_ASYNC_BYTES.add(size as u64);
-        queue.submit(Command::Copy { from, to: data.cast(), size, is_transfer: true });
+        queue.submit(Command::Copy { from, to: data.cast(), size, transfer: Some(Direction::ToHost) });
+        wait_if_pageable(queue, data);
     });
 }
 
@@ -142,7 +152,7 @@ unsafe extern "C" fn cpy_tensor_async(
         else {
             return false;
         };
-        queue(source).submit(Command::Copy { from, to, size, is_transfer: false });
+        queue(source).submit(Command::Copy { from, to, size, transfer: None });
         if source != destination {
             let copied = std::sync::Arc::<event::Event>::default();
             let number = copied.issue();
@@ -154,8 +164,11 @@ unsafe extern "C" fn cpy_tensor_async(
 }
 
 unsafe extern "C" fn synchronize(backend: sys::ggml_backend_t) {
-    // SAFETY: ggml passes a live instance of ours.
-    guard("synchronizing", (), || unsafe { queue(backend) }.synchronize());
+    guard("synchronizing", (), || {
+        stats::WAITS.add(1);
+        // SAFETY: ggml passes a live instance of ours.
+        unsafe { queue(backend) }.synchronize();
+    });
 }
 
 unsafe extern "C" fn graph_compute(backend: sys::ggml_backend_t, graph: *mut sys::ggml_cgraph) -> sys::ggml_status {
@@ -167,6 +180,10 @@ unsafe extern "C" fn graph_compute(backend: sys::ggml_backend_t, graph: *mut sys
         let is_small_with_experts = n_experts > 0 && nodes.len() <= MAX_SMALL_GRAPH;
         if is_small_with_experts && faults::COMPUTE.strikes() {
             return sys::GGML_STATUS_FAILED;
+        }
+        if is_small_with_experts {
+            // SAFETY: as above.
+            unsafe { first_use::wait(nodes) };
         }
         stats::GRAPHS.add(1);
         stats::MUL_MAT_ID_NODES.add(n_experts as u64);

@@ -1,8 +1,9 @@
 //! The two buffer types: the device's memory, and host memory of the device's choice (`FAKE_HOST_BUFFER`).
 
-use crate::{Shared, device, guard, memory, sys};
-use std::ffi::c_char;
+use crate::{Shared, device, guard, lock, memory, sys};
+use std::ffi::{c_char, c_void};
 use std::ptr::null_mut;
+use std::sync::{Mutex, OnceLock};
 
 const ALIGNMENT: usize = 128;
 /// As CUDA does: quantized rows are padded, in memory, to a multiple of this many weights.
@@ -60,6 +61,33 @@ unsafe extern "C" fn get_host_name(_: sys::ggml_backend_buffer_type_t) -> *const
     c"Fake_Host".as_ptr()
 }
 
+/// Address ranges of host buffers.
+static PAGE_LOCKED: Mutex<Vec<(usize, usize)>> = Mutex::new(Vec::new());
+
+type Free = unsafe extern "C" fn(sys::ggml_backend_buffer_t);
+
+/// How the CPU frees its buffers.
+fn free_of_cpu() -> &'static OnceLock<Option<Free>> {
+    static FREE: OnceLock<Option<Free>> = OnceLock::new();
+    &FREE
+}
+
+/// Whether an address is in a host buffer.
+pub(crate) fn is_page_locked(data: *const c_void) -> bool {
+    lock(&PAGE_LOCKED).iter().any(|(start, end)| (start..end).contains(&&(data as usize)))
+}
+
+unsafe extern "C" fn free_host_buffer(buffer: sys::ggml_backend_buffer_t) {
+    // SAFETY: ggml frees each buffer once; it is one of the CPU's but for its type.
+    guard("freeing a host buffer", (), || unsafe {
+        let start = sys::ggml_backend_buffer_get_base(buffer) as usize;
+        lock(&PAGE_LOCKED).retain(|range| range.0 != start);
+        if let Some(free) = free_of_cpu().get().copied().flatten() {
+            free(buffer);
+        }
+    });
+}
+
 /// ggml's own host buffer under our type, as CUDA's are.
 unsafe extern "C" fn alloc_host_buffer(_: sys::ggml_backend_buffer_type_t, size: usize) -> sys::ggml_backend_buffer_t {
     // SAFETY: the CPU's buffer type is registered; the buffer is new and nobody else's.
@@ -67,6 +95,10 @@ unsafe extern "C" fn alloc_host_buffer(_: sys::ggml_backend_buffer_type_t, size:
         let buffer = sys::ggml_backend_buft_alloc_buffer(sys::ggml_backend_cpu_buffer_type(), size);
         if !buffer.is_null() {
             (*buffer).buft = HOST_TYPE.get();
+            free_of_cpu().get_or_init(|| (*buffer).iface.free_buffer);
+            (*buffer).iface.free_buffer = Some(free_host_buffer);
+            let start = sys::ggml_backend_buffer_get_base(buffer) as usize;
+            lock(&PAGE_LOCKED).push((start, start + sys::ggml_backend_buffer_get_size(buffer)));
         }
         buffer
     })

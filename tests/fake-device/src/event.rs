@@ -78,6 +78,7 @@ pub(crate) unsafe extern "C" fn free(_: sys::ggml_backend_dev_t, event: sys::ggm
 
 pub(crate) unsafe extern "C" fn synchronize(_: sys::ggml_backend_dev_t, event: sys::ggml_backend_event_t) {
     guard("waiting for an event", (), || {
+        crate::stats::WAITS.add(1);
         // SAFETY: ggml passes a live event of ours.
         let event = unsafe { get(event) };
         event.wait(event.issued());

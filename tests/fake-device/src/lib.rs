@@ -9,6 +9,7 @@ mod buffer_type;
 mod device;
 mod event;
 mod faults;
+mod first_use;
 mod memory;
 mod queue;
 mod registry;

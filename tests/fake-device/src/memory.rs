@@ -113,7 +113,19 @@ pub(crate) unsafe fn place(tensor: *const sys::ggml_tensor, offset: usize, size:
 /// Free and total bytes.
 pub(crate) fn free_and_total() -> (usize, usize) {
     let total = settings::CAPACITY_MIB.get() as usize * MIB;
-    (total.saturating_sub(*crate::lock(&ALLOCATED)), total)
+    let free = total.saturating_sub(*crate::lock(&ALLOCATED));
+    stats::MEMORY_QUERIES.add(1);
+    (free.saturating_sub(jump()), total)
+}
+
+/// What a report of free memory is too small by: another number each time.
+fn jump() -> usize {
+    /// Steps between none and all of what is set.
+    const STEPS: u64 = 1 << 16;
+    /// Of a generator that visits all steps before it repeats one.
+    static STATE: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(0);
+    let step = STATE.fetch_add(40_503, std::sync::atomic::Ordering::Relaxed) % STEPS;
+    (settings::FREE_JUMPS_MIB.get() * step * MIB as u64 / STEPS) as usize
 }
 
 /// A new buffer; NULL if it does not fit, or is not to fit.
@@ -203,7 +215,8 @@ unsafe extern "C" fn set_tensor(
     size: usize,
 ) {
     guard("writing a tensor", (), || {
-        let deadline = queue::end_of_copy(std::time::Instant::now(), size);
+        stats::BLOCKING_COPIES.add(1);
+        let deadline = queue::end_of_copy(queue::Direction::ToDevice, std::time::Instant::now(), size);
         // SAFETY: as for `memset_tensor`; `data` holds `size` bytes of host memory.
         unsafe { address(tensor, offset, size).copy_from(data.cast(), size) };
         queue::wait_until(deadline);
@@ -218,7 +231,8 @@ unsafe extern "C" fn get_tensor(
     size: usize,
 ) {
     guard("reading a tensor", (), || {
-        let deadline = queue::end_of_copy(std::time::Instant::now(), size);
+        stats::BLOCKING_COPIES.add(1);
+        let deadline = queue::end_of_copy(queue::Direction::ToHost, std::time::Instant::now(), size);
         // SAFETY: as for `memset_tensor`; `data` has room for `size` bytes of host memory.
         unsafe { address(tensor, offset, size).copy_to(data.cast(), size) };
         queue::wait_until(deadline);

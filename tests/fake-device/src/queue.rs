@@ -26,12 +26,23 @@ static QUEUES: Mutex<Vec<Weak<Queue>>> = Mutex::new(Vec::new());
 static HAS_CHANGED: Condvar = Condvar::new();
 static HELD: Mutex<()> = Mutex::new(());
 
+/// Which way a copy goes.
+#[derive(Clone, Copy)]
+pub(crate) enum Direction {
+    ToDevice,
+    ToHost,
+}
+
+/// When the bus is free again: all queues share one in each direction.
+static BUS_TO_DEVICE: Mutex<Option<Instant>> = Mutex::new(None);
+static BUS_TO_HOST: Mutex<Option<Instant>> = Mutex::new(None);
+
 /// What a queue does. Addresses are real ones, or the host's.
 pub(crate) enum Command {
     /// Waits until writes are not held any more.
     Held,
     /// Copies `size` bytes, read only when its turn comes; between host and device, it takes the time of a transfer.
-    Copy { from: *const u8, to: *mut u8, size: usize, is_transfer: bool },
+    Copy { from: *const u8, to: *mut u8, size: usize, transfer: Option<Direction> },
     /// Computes, if there is something to compute, and takes the latency, if it applies.
     Compute { graph: Option<Box<Snapshot>>, has_latency: bool },
     /// Marks an event as reached.
@@ -190,10 +201,10 @@ impl Command {
                 }
                 Instant::now()
             }
-            Self::Copy { from, to, size, is_transfer } => {
+            Self::Copy { from, to, size, transfer } => {
                 // SAFETY: as for `Send`: the host keeps both ranges, and it is this command's turn.
                 unsafe { to.copy_from(from, size) };
-                if is_transfer { end_of_copy(start, size) } else { start }
+                transfer.map_or(start, |direction| end_of_copy(direction, start, size))
             }
             Self::Compute { graph, has_latency } => {
                 let mut end = start;
@@ -254,12 +265,21 @@ pub(crate) fn drain_all() {
 }
 
 /// When a copy between host and device ends that starts now.
-pub(crate) fn end_of_copy(start: Instant, size: usize) -> Instant {
-    match settings::BANDWIDTH_MBS.get() {
-        0 => start,
-        // 1 MB/s is 1 byte/us
-        megabytes_per_s => start + Duration::from_nanos(size as u64 * 1000 / megabytes_per_s),
+pub(crate) fn end_of_copy(direction: Direction, start: Instant, size: usize) -> Instant {
+    let megabytes_per_s = settings::BANDWIDTH_MBS.get();
+    if megabytes_per_s == 0 {
+        return start;
     }
+    let bus = match direction {
+        Direction::ToDevice => &BUS_TO_DEVICE,
+        Direction::ToHost => &BUS_TO_HOST,
+    };
+    let mut is_free_at = lock(bus);
+    let start = is_free_at.map_or(start, |time| time.max(start));
+    // 1 MB/s is 1 byte/us
+    let end = start + Duration::from_nanos(size as u64 * 1000 / megabytes_per_s);
+    *is_free_at = Some(end);
+    end
 }
 
 /// Sleeps, and spins the last part.

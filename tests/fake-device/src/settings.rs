@@ -68,6 +68,13 @@ settings! {
     HOLD_WRITES = "hold_writes", 0;
     /// Smaller asynchronous writes are not held, and are no occasion for the faults `copy` and `hang`.
     FAULT_MIN_BYTES = "fault_min_bytes", 0;
+    /// The first graph with experts of its operations, types and shapes keeps its caller waiting for so long, as a backend does
+    /// that compiles or loads kernels.
+    FIRST_USE_MS = "first_use_ms", 0;
+    /// Free memory is reported as less than it is, by up to so much and by another number each time.
+    FREE_JUMPS_MIB = "free_jumps_mib", 0;
+    /// A copy from or to memory that is not of the device's host buffer type keeps its caller waiting until it is done.
+    PAGEABLE_BLOCKS = "pageable_blocks", 0;
     /// An allocation that is larger, or makes the total larger, fails; 0 is unlimited.
     FAULT_ALLOC_OVER_MIB = "fault_alloc_over_mib", 0;
 }

@@ -58,6 +58,14 @@ counters! {
     GRAPHS = "graphs";
     MUL_MAT_ID_NODES = "mul_mat_id_nodes";
     MUL_MAT_ID_GRAPHS = "mul_mat_id_graphs";
+    /// Times that a caller waited for an instance or an event.
+    WAITS = "waits";
+    /// Copies that their caller waited for.
+    BLOCKING_COPIES = "blocking_copies";
+    /// Graphs with experts that were the first of their kind.
+    FIRST_USES = "first_uses";
+    /// Times that the device was asked for its memory.
+    MEMORY_QUERIES = "memory_queries";
     /// Backend instances made.
     INSTANCES = "instances";
     DEVICES = "devices";

@@ -231,7 +231,7 @@ fn a_layer_may_ask_again_once_its_fetch_has_been_started() {
     fetcher.cache.queue.push(fetch);
     std::thread::scope(|scope| {
         let (handle, cache) = (fetcher.cache.clone(), cache.clone());
-        scope.spawn(move || fetcher.serve());
+        scope.spawn(move || fetcher.serve(&mut || {}));
         // The next fetch can be had once the fetcher has started the first.
         while cache.learn(&[4], 1).is_none() {
             std::thread::yield_now();
@@ -248,7 +248,7 @@ fn at_the_end_the_layers_cache_is_taken_away() {
     layer.give_cache(&cache);
     assert!(layer.cache().is_some());
     fetcher.cache.end();
-    fetcher.serve();
+    fetcher.serve(&mut || {});
     drop(fetcher);
     assert!(layer.cache().is_none());
     assert_eq!(Arc::strong_count(&cache), 1, "nobody else keeps the pool");
