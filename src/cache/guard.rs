@@ -80,6 +80,8 @@ struct Class {
     lost_calls: u32,
     is_off: bool,
     n_calls: u32,
+    /// Calls that the device had a part in.
+    n_on_device: u32,
 }
 
 impl Class {
@@ -145,7 +147,7 @@ impl RegressionGuard {
         let class = self.class(n_tokens);
         class.n_calls = class.n_calls.saturating_add(1);
         // The first few calls tell most.
-        let is_in_debt = balance < 0.0 && class.ours.n >= FEW_CALLS;
+        let is_in_debt = balance < 0.0 && class.n_on_device >= FEW_CALLS as u32;
         let is_reference = class.cold.n == 0.0 || number.is_multiple_of(class.reference_every());
         !(is_in_debt || is_reference || class.is_off)
     }
@@ -159,7 +161,9 @@ impl RegressionGuard {
     /// A call with the cache took so long. `is_filled`: whether the cache is as it is to be; until then nothing is concluded.
     /// `Some` when it has lost; it is told once.
     pub fn was_partitioned(&mut self, n_tokens: usize, ns: f64, is_filled: bool) -> Option<Loss> {
-        let cold_ns = self.class(n_tokens).cold.mean;
+        let class = self.class(n_tokens);
+        class.n_on_device = class.n_on_device.saturating_add(1);
+        let cold_ns = class.cold.mean;
         self.pay(n_tokens, MAX_LOSS * ns - (ns - cold_ns));
         if !is_filled {
             return None;
@@ -172,12 +176,26 @@ impl RegressionGuard {
         if class.lost_calls < most || class.is_off {
             return None;
         }
+        let ours_ns = class.ours.mean;
+        Some(self.loss(n_tokens, ours_ns))
+    }
+
+    /// The device alone takes at least so long for a call, as was measured before any token used it. `Some` if that is far
+    /// longer than an all-cold call; it is told once.
+    pub fn device_takes(&mut self, n_tokens: usize, ns: f64) -> Option<Loss> {
+        let class = self.class(n_tokens);
+        let is_hopeless = class.cold.n >= FEW_CALLS && ns > FAR_SLOWER * class.cold.mean;
+        (is_hopeless && !class.is_off).then(|| self.loss(n_tokens, ns))
+    }
+
+    fn loss(&mut self, n_tokens: usize, ours_ns: f64) -> Loss {
+        let class = self.class(n_tokens);
         class.is_off = true;
-        let (ours_ns, cold_ns) = (class.ours.mean, class.cold.mean);
+        let cold_ns = class.cold.mean;
         let n_calls: u32 = self.classes.iter().map(|class| class.n_calls).sum();
         let is_common = |class: &Class| class.n_calls > n_calls / RARE;
         let is_used_elsewhere = self.classes.iter().any(|class| !class.is_off && is_common(class));
-        Some(Loss { ours_ns, cold_ns, is_used_elsewhere })
+        Loss { ours_ns, cold_ns, is_used_elsewhere }
     }
 
     /// Adds to what may still be lost.
@@ -280,6 +298,18 @@ mod tests {
             assert!(cost < 0.56 * 500.0, "{cost}");
         }
         assert!(seeds().all(|seed| session(2000, |_| 0.97, seed).lost_after.is_none()), "a small gain");
+    }
+
+    #[test]
+    fn a_device_that_is_far_slower_by_itself_is_not_tried() {
+        let mut guard = RegressionGuard::default();
+        assert_eq!(guard.device_takes(1, 10.0 * COLD_NS), None, "nothing to compare with");
+        (0..10).for_each(|_| guard.was_cold(1, COLD_NS));
+        assert_eq!(guard.device_takes(1, COLD_NS), None, "both work at once");
+        let loss = guard.device_takes(1, 10.0 * COLD_NS).unwrap();
+        assert_eq!((loss.ours_ns, loss.cold_ns.round()), (10.0 * COLD_NS, COLD_NS));
+        assert!((0..100).all(|_| !guard.may_use_device(1, N_LAYERS)));
+        assert_eq!(guard.device_takes(1, 10.0 * COLD_NS), None, "told once");
     }
 
     #[test]

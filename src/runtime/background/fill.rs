@@ -141,7 +141,9 @@ impl<'a> Fill<'a> {
                 Ok(false)
             }
         };
-        let Some((plan, layers)) = self.allocate(&candidates.layers, scratch, make_lanes)? else { return Ok(None) };
+        let Some((plan, layers)) = self.allocate(&candidates.layers, (available, scratch), make_lanes)? else {
+            return Ok(None);
+        };
         self.announce(&candidates, &plan, scratch);
         let fetches = self.fetches(&candidates.layers, &plan);
         let mut cached = Vec::with_capacity(layers.len());
@@ -174,7 +176,7 @@ impl<'a> Fill<'a> {
     fn allocate(
         &self,
         candidates: &[Candidate],
-        scratch: Bytes,
+        (available, scratch): (Bytes, Bytes),
         mut before_pools: impl FnMut() -> Result<bool, NoCache>,
     ) -> Result<Option<(Plan, LayerCaches)>, NoCache> {
         let device = || self.device().name().into_owned();
@@ -183,7 +185,7 @@ impl<'a> Fill<'a> {
             None => SlotRule::AtLeastAThird,
         };
         let demands: Vec<_> = candidates.iter().map(|candidate| candidate.demand.clone()).collect();
-        let mut budget = self.cache.device.memory().plan();
+        let mut budget = available.saturating_sub(scratch);
         let mut before = Before::default();
         loop {
             let plan = match Plan::new(&demands, budget, rule) {

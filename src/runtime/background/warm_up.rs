@@ -2,7 +2,7 @@
 //! what a device compiles, loads or captures when it sees a graph for the first time.
 
 use crate::device::Reservation;
-use crate::ggml::{Level, Status, log, sys};
+use crate::ggml::{Level, log};
 use crate::lanes::{HotIndex, HotLane, try_out};
 use crate::options::Config;
 use crate::runtime::model::Model;
@@ -121,7 +121,10 @@ impl WarmUp {
         let index = lane.lane.add_layer(&layer.pool, template, tensors, max_rows);
         let warm = lane.lane.warm_up(index, *width);
         cell.put(lane);
-        computed(warm?)?;
+        match warm? {
+            Ok(fastest) => self.cache.device_takes(*width, fastest),
+            Err(status) => return Err(NotReady::Failed(format!("it refused to compute (ggml status {status})"))),
+        }
         Ok(index)
     }
 
@@ -179,11 +182,4 @@ impl WarmUp {
 
 fn bytes(size: Bytes) -> usize {
     usize::try_from(size.0).unwrap_or(usize::MAX)
-}
-
-fn computed(status: Status) -> Result<(), NotReady> {
-    if status == sys::GGML_STATUS_SUCCESS {
-        return Ok(());
-    }
-    Err(NotReady::Failed(format!("it refused to compute (ggml status {status})")))
 }

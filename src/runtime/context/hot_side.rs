@@ -56,7 +56,7 @@ impl HotSide {
         if n_tokens > config.max_hot_tokens() {
             return None;
         }
-        let width = if n_tokens == 1 { Width::OneToken } else { Width::SeveralTokens };
+        let width = Width::of(n_tokens);
         // Once more for each request, if a test waits for the answers.
         for _ in 0..=2 {
             match self.find(&mut block.hot, &cache, width) {

@@ -8,9 +8,9 @@ mod splits;
 use super::model::layer_cache::LayerCache;
 use super::registry::{Runtime, runtime};
 use super::timing::Stopwatch;
-use crate::cache::{Call, RegressionGuard};
+use crate::cache::{Call, Loss, RegressionGuard};
 use crate::ggml::{AbortCallback, Graph, Ids, Level, OwnIds, Status, graphs_built, log, sys};
-use crate::lanes::ColdLane;
+use crate::lanes::{ColdLane, Width};
 use crate::profile::check_ids;
 use crate::{Error, Result};
 use both_lanes::{BothLanes, compute_whole};
@@ -133,8 +133,7 @@ impl ContextLanes {
             return status;
         };
         let ReadyLane { mut lane, cache, index } = ready;
-        let mut may_use = || self.guard.may_use_device(ids.n_tokens(), cache.handle.n_layers);
-        if runtime.config().is_guarded() && !may_use() {
+        if runtime.config().is_guarded() && !self.may_use_device(&cache, ids.n_tokens()) {
             self.partition.set_all_cold(ids);
         } else {
             let can_copy = || lane.lane.can_copy(index, split);
@@ -170,6 +169,19 @@ impl ContextLanes {
         computed.status
     }
 
+    /// Whether a call with so many tokens may use the device. Gives the cache up if the device is known to be far slower.
+    fn may_use_device(&mut self, cache: &LayerCache, n_tokens: usize) -> bool {
+        if cache.handle.queue.has_requests() {
+            // What the device takes is being measured.
+            return false;
+        }
+        let takes = cache.handle.device_ns(Width::of(n_tokens));
+        if let Some(loss) = takes.and_then(|ns| self.guard.device_takes(n_tokens, ns)) {
+            give_up(cache, n_tokens, &loss);
+        }
+        self.guard.may_use_device(n_tokens, cache.handle.n_layers)
+    }
+
     /// Learns from what a call took, and gives the cache up if it loses.
     fn judge(&mut self, cache: &LayerCache, n_tokens: usize, runtime: &Runtime) {
         if self.partition.hot.is_empty() {
@@ -188,13 +200,8 @@ impl ContextLanes {
         }
         let is_filled = cache.handle.queue.is_filled();
         let loss = self.guard.was_partitioned(n_tokens, self.watch.elapsed_ns(), is_filled);
-        let Some(loss) = loss.filter(|_| runtime.config().is_guarded()) else { return };
-        let [ours, cold] = [loss.ours_ns, loss.cold_ns].map(|ns| ns / 1e3);
-        let times = format!("a layer takes {ours:.0} µs with it and {cold:.0} µs without");
-        if loss.is_used_elsewhere {
-            log(Level::Warn, &format!("hot cache not used for batches of about {n_tokens} tokens any more: {times}"));
-        } else {
-            cache.handle.give_up(&times);
+        if let Some(loss) = loss.filter(|_| runtime.config().is_guarded()) {
+            give_up(cache, n_tokens, &loss);
         }
     }
 
@@ -205,6 +212,17 @@ impl ContextLanes {
             self.cold.forget_templates();
             self.hot.drop_lane();
         }
+    }
+}
+
+/// Gives the cache up, or, if it is used with other sizes of batches, says that it is not used with this one.
+fn give_up(cache: &LayerCache, n_tokens: usize, loss: &Loss) {
+    let [ours, cold] = [loss.ours_ns, loss.cold_ns].map(|ns| ns / 1e3);
+    let times = format!("a layer takes {ours:.0} µs with it and {cold:.0} µs without");
+    if loss.is_used_elsewhere {
+        log(Level::Warn, &format!("hot cache not used for batches of about {n_tokens} tokens any more: {times}"));
+    } else {
+        cache.handle.give_up(&times);
     }
 }
 

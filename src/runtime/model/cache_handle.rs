@@ -3,9 +3,11 @@
 use super::fetch_queue::FetchQueue;
 use super::refill::Refill;
 use crate::ggml::{Level, log};
+use crate::lanes::Width;
 use crate::runtime::hot_device::HotDevice;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::time::Duration;
 
 /// Something of a context that holds device memory while the context is idle.
 pub trait IdleMemory: Send + Sync {
@@ -27,6 +29,8 @@ pub struct CacheHandle {
     refill: Arc<Refill>,
     idle: Mutex<Vec<Weak<dyn IdleMemory>>>,
     is_over: AtomicBool,
+    /// Nanoseconds that the device takes for the smallest graph, for one token and for several.
+    device_ns: [AtomicU64; 2],
 }
 
 impl CacheHandle {
@@ -40,12 +44,25 @@ impl CacheHandle {
         let queue = Arc::new(FetchQueue::new(n_layers));
         device.register(&queue);
         let (idle, is_over) = (Mutex::default(), AtomicBool::new(false));
-        Arc::new(Self { device, n_layers, queue, copied_bytes, refill, idle, is_over })
+        let device_ns = [AtomicU64::new(u64::MAX), AtomicU64::new(u64::MAX)];
+        Arc::new(Self { device, n_layers, queue, copied_bytes, refill, idle, is_over, device_ns })
     }
 
     /// Whether it has ended, or its device has failed. Its memory goes back to the device.
     pub fn is_over(&self) -> bool {
         self.is_over.load(Relaxed) || self.device.is_off()
+    }
+
+    /// The device has taken so long for the smallest graph of a layer. The shortest time counts.
+    pub fn device_takes(&self, width: Width, time: Duration) {
+        let ns = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
+        self.device_ns[width as usize].fetch_min(ns, Relaxed);
+    }
+
+    /// Nanoseconds that the device takes for the smallest graph; `None` if that is not known.
+    pub fn device_ns(&self, width: Width) -> Option<f64> {
+        let ns = self.device_ns[width as usize].load(Relaxed);
+        (ns != u64::MAX).then_some(ns as f64)
     }
 
     /// Counts bytes that were copied to the device.

@@ -71,6 +71,11 @@ impl FetchQueue {
         self.changed.notify_all();
     }
 
+    /// Whether lanes are being made ready.
+    pub fn has_requests(&self) -> bool {
+        self.n_requests.load(Relaxed) > 0
+    }
+
     /// Waits until all requests of lanes have been answered, or will not be.
     pub fn wait_answered(&self) {
         let is_open = |_: &mut VecDeque<Fetch>| self.n_requests.load(Relaxed) > 0 && !self.has_ended();
