@@ -9,7 +9,7 @@ mod values;
 pub use table::{
     HOT_CACHE, HOT_CACHE_AUTO_RESERVE_MIB, HOT_CACHE_DEVICE, HOT_CACHE_MAX_MIB, HOT_CACHE_MISS, HOT_CACHE_UPDATE_RATE,
     Kind, OPTIONS, OptionSpec, PERF_OUT, TEST_CLAIM_UNPLACED, TEST_FREE_COPIES, TEST_NO_GUARD, TEST_SLOTS,
-    TEST_TIMINGS, TRACE_OUT,
+    TEST_TIMINGS, TEST_WAIT, TRACE_OUT,
 };
 pub use values::{Budget, InvalidValue, Reserve, UpdateRate};
 
@@ -60,6 +60,8 @@ pub struct Config {
     pub test_free_copies: bool,
     /// See [`TEST_NO_GUARD`].
     pub test_no_guard: bool,
+    /// See [`TEST_WAIT`].
+    pub test_wait: bool,
     /// See [`TEST_TIMINGS`].
     pub test_timings: Option<PathBuf>,
     /// Values that could not be read and were replaced by their defaults.
@@ -93,6 +95,7 @@ impl Config {
             test_slots: reader.number(TEST_SLOTS.variable),
             test_free_copies: reader.is_one(TEST_FREE_COPIES.variable),
             test_no_guard: reader.is_one(TEST_NO_GUARD.variable),
+            test_wait: reader.is_one(TEST_WAIT.variable),
             test_timings: reader.path(TEST_TIMINGS.variable),
             no_host: [NO_HOST, LLAMA_NO_HOST].iter().any(|name| reader.given(name).is_some_and(|value| is_yes(&value))),
             claim_unplaced: reader.is_one(TEST_CLAIM_UNPLACED.variable),
@@ -113,6 +116,11 @@ impl Config {
             Some(UpdateRate(rate)) => rate > 0.0,
             None => self.test_slots.is_none(),
         }
+    }
+
+    /// Whether tokens wait until their context's lane is ready, as in tests only.
+    pub fn waits_for_lanes(&self) -> bool {
+        self.test_wait || self.test_slots.is_some()
     }
 
     /// Whether a cache that makes calls slower is held back and given up.

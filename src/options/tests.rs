@@ -44,17 +44,32 @@ fn every_option_is_read_into_the_configuration() {
 #[test]
 fn settings_for_tests_do_nothing_unless_set() {
     let none = config(&[]);
-    let unset = (none.test_slots, none.test_free_copies, none.test_no_guard, none.test_timings, none.claim_unplaced);
-    assert_eq!(unset, (None, false, false, None, false));
+    let unset = (
+        none.test_slots,
+        none.test_free_copies,
+        none.test_no_guard,
+        none.test_wait,
+        none.test_timings,
+        none.claim_unplaced,
+    );
+    assert_eq!(unset, (None, false, false, false, None, false));
     let some = config(&[
         (TEST_SLOTS.variable, "4"),
         (TEST_FREE_COPIES.variable, "1"),
         (TEST_NO_GUARD.variable, "1"),
+        (TEST_WAIT.variable, "1"),
         (TEST_TIMINGS.variable, "/t"),
         (TEST_CLAIM_UNPLACED.variable, "1"),
     ]);
-    let set = (some.test_slots, some.test_free_copies, some.test_no_guard, some.test_timings, some.claim_unplaced);
-    assert_eq!(set, (Some(4), true, true, Some("/t".into()), true));
+    let set = (
+        some.test_slots,
+        some.test_free_copies,
+        some.test_no_guard,
+        some.test_wait,
+        some.test_timings,
+        some.claim_unplaced,
+    );
+    assert_eq!(set, (Some(4), true, true, true, Some("/t".into()), true));
 }
 
 #[test]

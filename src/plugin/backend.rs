@@ -156,11 +156,10 @@ unsafe fn have_equal_layouts(a: *const sys::ggml_tensor, b: *const sys::ggml_ten
     unsafe { (*a).type_ == (*b).type_ && (*a).ne == (*b).ne && (*a).nb == (*b).nb && sys::ggml_is_contiguous(a) }
 }
 
-/// Only inputs can be pending.
-unsafe extern "C" fn synchronize(backend: sys::ggml_backend_t) {
-    // SAFETY: the host waits for a live instance of ours, before it frees those that inputs came from.
-    guard("waiting for inputs", (), || unsafe { instance(backend).sources.wait() });
-}
+/// Nothing of ours is ever pending. Inputs may be, which is their backends' work: the scheduler calls this before each input
+/// that it hands over, and a wait there would be one too many. It waits for their backends itself before anybody but
+/// [`graph_compute`] looks at them.
+unsafe extern "C" fn synchronize(_: sys::ggml_backend_t) {}
 
 unsafe extern "C" fn graph_compute(backend: sys::ggml_backend_t, graph: *mut sys::ggml_cgraph) -> sys::ggml_status {
     guard("computing experts", sys::GGML_STATUS_FAILED, || {

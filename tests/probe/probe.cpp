@@ -5,7 +5,7 @@
 //
 // RUN.json (all but "model" and "steps" may be left out):
 //   {"model": PATH, "load_mode": "mmap" | "none", "n_gpu_layers": 0, "rpc": "127.0.0.1:PORT", "device": NAME,
-//    "cpu_moe": true, "repack": false, "contexts": 1, "n_ctx": 1024, "n_ubatch": 512, "n_seq": 1, "kv_unified": true,
+//    "experts_on": NAME, "cpu_moe": true, "repack": false, "contexts": 1, "n_ctx": 1024, "n_ubatch": 512, "n_seq": 1, "kv_unified": true,
 //    "n_threads": 2, "count_experts": false, "embeddings": false, "lora": PATH, "more_models": [PATH, ...],
 //    "steps": [STEP, ...]}
 // Model 0 has the contexts; each of "more_models" has one more, numbered after those, and no adapter.
@@ -171,9 +171,14 @@ ModelPtr load_model(const json & run, const std::string & path) {
     } else if (run.contains("device")) {
         devices = device_by_name(run.at("device"));
     }
-    // the pattern and the buffer type of --cpu-moe (common/common.h)
-    const llama_model_tensor_buft_override cpu_moe[] = {
-        {"\\.ffn_(up|down|gate|gate_up)_(ch|)exps", ggml_backend_cpu_buffer_type()}, {nullptr, nullptr}};
+    ggml_backend_buffer_type_t experts_on = ggml_backend_cpu_buffer_type();
+    if (run.contains("experts_on")) {
+        devices    = device_by_name(run.at("experts_on"));
+        experts_on = ggml_backend_dev_buffer_type(devices[0]);
+    }
+    // the pattern of --cpu-moe (common/common.h)
+    const llama_model_tensor_buft_override placed[] = {
+        {"\\.ffn_(up|down|gate|gate_up)_(ch|)exps", experts_on}, {nullptr, nullptr}};
 
     const std::string load_mode = run.value("load_mode", "mmap");
     if (load_mode != "mmap" && load_mode != "none") {
@@ -183,7 +188,7 @@ ModelPtr load_model(const json & run, const std::string & path) {
     params.devices               = devices.data();
     params.n_gpu_layers          = run.value("n_gpu_layers", 0);
     params.load_mode             = load_mode == "mmap" ? LLAMA_LOAD_MODE_MMAP : LLAMA_LOAD_MODE_NONE;
-    params.tensor_buft_overrides = run.value("cpu_moe", true) ? cpu_moe : nullptr;
+    params.tensor_buft_overrides = run.value("cpu_moe", true) ? placed : nullptr;
     params.use_extra_bufts       = run.value("repack", false);
 
     if (!std::filesystem::exists(path)) {
@@ -555,7 +560,9 @@ int main(int argc, char ** argv) {
         fprintf(stderr, "usage: moe-probe RUN.json OUT_DIR\n");
         return 2;
     }
-    ggml_backend_load_all_from_path(STOCK_BIN);
+    // Another folder's backends, say stock's and one more.
+    const char * folder = std::getenv("MOE_PROBE_BACKENDS");
+    ggml_backend_load_all_from_path(folder ? folder : STOCK_BIN);
     llama_backend_init();
     try {
         const json config = read_json(argv[1]);

@@ -64,7 +64,9 @@ impl HotSide {
                 Found::Nothing => return None,
                 Found::NotAsked(width) => self.ask(split, &mut block.hot, template, &cache, width)?,
             }
-            config.test_slots?;
+            if !config.waits_for_lanes() {
+                return None;
+            }
             cache.handle.queue.wait_answered();
         }
         None

@@ -92,6 +92,7 @@ unsafe extern "C" fn set_tensor_async(
         let (queue, to) = unsafe { (queue(backend), memory::address(tensor, offset, size)) };
         stats::SET_ASYNC_CALLS.add(1);
         stats::SET_ASYNC_BYTES.add(size as u64);
+        stats::LARGEST_WRITE.raise_to(size as u64);
         if size as u64 >= settings::FAULT_MIN_BYTES.get() {
             stats::LARGE_WRITES.add(1);
             if settings::HOLD_WRITES.is_on() {

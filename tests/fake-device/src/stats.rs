@@ -52,6 +52,8 @@ counters! {
     SET_ASYNC_BYTES = "set_async_bytes";
     /// Those of at least `fault_min_bytes`.
     LARGE_WRITES = "large_writes";
+    /// Bytes of the largest one.
+    LARGEST_WRITE = "largest_write";
     GET_ASYNC_CALLS = "get_async_calls";
     GET_ASYNC_BYTES = "get_async_bytes";
     /// Graphs accepted, whether or not the mathematics was skipped.

@@ -1,0 +1,131 @@
+"""What makes real devices unkind: they wait when they see a graph for the first time, report free memory that moves, keep
+the caller waiting for copies from ordinary memory, and have one bus for everybody. FakeDevice does it on demand."""
+
+import json
+
+import pytest
+
+from fake import ON_DEVICE, fake_environment
+from hot import CALLS_BEFORE_FILL, complaints, starts
+from models import generated
+from paths import PLUGIN
+from probe import assert_same_answer, decode, greedy, until
+from ways_models import large_qwen3moe
+from writer import Sizes
+
+N_LAYERS, N_EXPERT, N_USED = 3, 16, 4
+PROFILE_STEPS = [decode(1), greedy(100)]
+UNATTENDED = {"MOE_HOT_TEST_WAIT": 0}
+FIRST_USE_MS = 1000
+
+
+def run(hot, steps: list, fake: dict, **options):
+    model = generated("Q4_K")
+    profile = hot.profile(model, PROFILE_STEPS)
+    ours = hot.run(model, steps, profile, fake=fake, **options)
+    probe_options = {name: value for name, value in options.items() if name not in ("slots", "environment")}
+    assert_same_answer(hot.probe.stock(model, steps, **probe_options), ours)
+    assert complaints(ours.log) == []
+    return ours
+
+
+def slowest_ms(result) -> float:
+    return max(batch["microseconds"] for batch in result.batches) / 1000
+
+
+def test_no_token_waits_for_the_first_use_of_a_graph(hot):
+    """There is one kind of graph for each number of hits, and each takes a second at first."""
+    steps = [decode(1), greedy(CALLS_BEFORE_FILL + 30), until("first_uses", N_USED), greedy(300)]
+    slow = {"first_use_ms": FIRST_USE_MS}
+    result = run(hot, steps, slow, environment=UNATTENDED)
+    assert result.stats["first_uses"] == N_USED
+    assert slowest_ms(result) < FIRST_USE_MS / 4
+    waiting = run(hot, steps, slow)
+    assert slowest_ms(waiting) > FIRST_USE_MS, "a token that waits would be seen"
+
+
+def test_tokens_use_the_device_once_it_knows_the_graphs(hot):
+    steps = [decode(1), greedy(CALLS_BEFORE_FILL + 30), until("mul_mat_id_graphs", N_LAYERS * (N_USED + 2)), greedy(300)]
+    result = run(hot, steps, {}, environment=UNATTENDED)
+    assert result.hits > 0
+
+
+N_STARTS = 20
+
+
+def test_every_start_with_one_budget_has_the_same_slots_and_hits(hot):
+    """Whatever the device says is free: up to half of its memory less than there is."""
+    runs = [run(hot, PROFILE_STEPS, {"free_jumps_mib": 2048}, environment={"LLAMA_ARG_MOE_HOT_CACHE_MAX_MIB": 4}) for _ in range(N_STARTS)]
+    assert len({(start.mib, start.slots) for result in runs for start in starts(result.log)}) == 1
+    assert all(result.hits > 0 for result in runs)
+
+
+@pytest.mark.parametrize("options", [{"LLAMA_ARG_MOE_HOT_CACHE_MAX_MIB": 100}, {"LLAMA_ARG_MOE_HOT_CACHE_AUTO_RESERVE_MIB": 0}])
+def test_a_floor_stays_free_in_every_mode(hot, options):
+    """A device of 4 MiB, of which 1/32 is left to what backends take later."""
+    result = run(hot, PROFILE_STEPS, {"capacity_mib": 4}, environment=options)
+    assert result.start.slots < N_EXPERT
+    assert 0 < result.stats["peak_bytes"] <= (4 << 20) * 31 / 32
+
+
+def test_the_device_is_asked_for_its_memory_once_per_fill(hot):
+    """Not for each layer: a driver can take long to answer."""
+    ours = run(hot, [*PROFILE_STEPS, until("large_writes", 1)], {"fault_min_bytes": 32768})
+    without = hot.probe.faking(generated("Q4_K"), PROFILE_STEPS, fake_environment(stats=hot.probe.folder / "stats-without"))
+    assert without.devices
+    asked = json.loads((hot.probe.folder / "stats-without").read_text())["memory_queries"]
+    assert ours.stats["memory_queries"] - asked <= 1
+
+
+def layer_ms(timings: dict, lap: str) -> float:
+    return timings["mixed"][lap] / timings["mixed"]["calls"] / 1e6
+
+
+def test_a_copy_to_ordinary_memory_does_not_hold_the_cpu_up(hot, tmp_path):
+    """The device takes 20 ms for a layer, and rows come back into memory that is not page-locked: the CPU's part begins
+    before they do."""
+    latency_ms, times = 20, tmp_path / "times.json"
+    fake = {"latency_us": latency_ms * 1000, "null_mul_mat_id_only": 1, "pageable_blocks": 1}
+    steps = [decode(1), greedy(CALLS_BEFORE_FILL + 20)]
+    run(hot, steps, fake, slots=N_EXPERT // 2, environment={"MOE_HOT_TEST_TIMINGS": times})
+    timings = json.loads(times.read_text())
+    assert layer_ms(timings, "plan_and_launch_ns") < latency_ms / 2
+    assert layer_ms(timings, "join_ns") > latency_ms / 2, "it is waited for in the end"
+
+
+PIECE = 256 << 10
+
+
+def test_experts_are_copied_in_pieces(hot, tmp_path):
+    """So that a token's rows do not wait behind a whole expert: each of its tensors has a MiB."""
+    model = large_qwen3moe(tmp_path / "large.gguf", Sizes(n_expert=16, n_expert_used=2, n_ff=2048))
+    steps = [decode(1), greedy(20)]
+    profile = hot.probe.recording(model, steps).out_file
+    ours = hot.run(model, steps, profile, slots=4)
+    assert_same_answer(hot.probe.stock(model, steps), ours)
+    assert ours.stats["largest_write"] == PIECE
+
+
+def waits_per_layer(hot, environment: dict, stats) -> float:
+    """Of calls that keep their caller waiting, for a token's layer; llama.cpp's dense layers are on the device too."""
+    counts = []
+    for n in (40, 140):
+        options = {**ON_DEVICE, "n_ctx": 1024}
+        steps = [decode(1), greedy(n)]
+        result = hot.probe.faking(generated("Q4_K"), steps, environment | {"FAKE_STATS": str(stats)}, **options)
+        assert result.batches
+        numbers = json.loads(stats.read_text())
+        counts.append(numbers["waits"] + numbers["blocking_copies"])
+    return (counts[1] - counts[0]) / 100 / N_LAYERS
+
+
+STOCKS_WAITS_FOR_INPUTS = 4  # a wait and a copy for the rows, and for the ids
+
+
+def test_inputs_are_waited_for_once(hot, tmp_path):
+    """Stock waits for each input and then for its copy; ours asks for all of them and waits once."""
+    cpu_moe = waits_per_layer(hot, fake_environment(), tmp_path / "stock")
+    recording = fake_environment(plugin=PLUGIN, LLAMA_ARG_MOE_LAYER_PERF_OUT=tmp_path / "experts.json")
+    ours = waits_per_layer(hot, recording, tmp_path / "ours")
+    print(f"waits per layer: {cpu_moe} in stock with --cpu-moe, {ours} with the plugin")
+    assert STOCKS_WAITS_FOR_INPUTS - (cpu_moe - ours) <= STOCKS_WAITS_FOR_INPUTS / 2
