@@ -55,8 +55,9 @@ impl Device {
         self.kind() == sys::GGML_BACKEND_DEVICE_TYPE_CPU
     }
 
-    /// Whether it is on another machine, as llama.cpp tells it: by its registry's name.
-    fn is_remote(&self) -> bool {
+    /// Whether it is on another machine, as llama.cpp tells it: by its registry's name. Graphs of one such device must not be
+    /// computed by two threads at once: the client remembers, for all instances, which graph the server has seen last.
+    pub fn is_remote(&self) -> bool {
         self.registry_name() == "RPC"
     }
 

@@ -167,10 +167,15 @@ impl HotLane {
 
     /// Computes each graph of this layer for so many tokens once, with rows that mean nothing: devices compile, load or
     /// capture what a graph needs when they see it first. Returns how long the device takes for the smallest of them once it
-    /// knows it, or the status with which it refused one.
+    /// knows it, or the status with which it refused one. Remote devices are not asked: their time is `Duration::MAX`.
     pub fn warm_up(&mut self, layer: HotIndex, width: Width) -> Result<Result<Duration, Status>> {
         let HotLayer { template, pool, max_rows, .. } = self.layers.get(layer.place).ok_or(UNKNOWN_LAYER)?;
         let max_rows = *max_rows;
+        if self.device.is_remote() {
+            // No kernels are made here, and the host may be computing on the device at this moment.
+            self.layers[layer.place].is_warm[width as usize] = true;
+            return Ok(Ok(Duration::MAX));
+        }
         let forms: Vec<_> = match width {
             Width::OneToken => {
                 (1..=template.n_used.min(pool.slots().into()).min(max_rows)).map(Form::OneToken).collect()

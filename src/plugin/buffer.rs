@@ -64,13 +64,13 @@ pub(super) unsafe fn from_host_memory(
 /// # Safety
 /// `ours` is our buffer type. `inner` is a valid host buffer; its ownership passes to the new buffer.
 unsafe fn wrap(ours: sys::ggml_backend_buffer_type_t, inner: sys::ggml_backend_buffer_t) -> sys::ggml_backend_buffer_t {
-    runtime().buffer_made();
     // SAFETY: `inner` is valid; ggml owns and later deletes the struct it makes here. `free_buffer`, which ggml calls
     // before that, has the engine close the buffer.
     unsafe {
         let size = sys::ggml_backend_buffer_get_size(inner);
         let buffer = sys::ggml_backend_buffer_init(ours, INTERFACE, inner.cast(), size);
         open_buffer(buffer as usize);
+        runtime().buffer_made(buffer as usize);
         buffer
     }
 }

@@ -7,7 +7,7 @@ use super::model::layer::Layer;
 use super::record::trace::TraceFile;
 use super::record::{self, Profiles, SaveThread};
 use super::timing::LayerTimes;
-use crate::ggml::{Device, Level, OwnIds, Tensor, close_buffer, is_hosts_log, log};
+use crate::ggml::{Device, Level, OwnIds, Tensor, close_buffer, is_hosts_log, log, weights_bytes};
 use crate::options::host::OFFLOAD_MIN_BATCH;
 use crate::options::{Budget, Config};
 use std::collections::HashMap;
@@ -45,6 +45,8 @@ pub struct Runtime {
 struct State {
     /// Every model that has appeared, also those that are unloaded: they may come back.
     models: Vec<Arc<Model>>,
+    /// Live buffers of ours by address, in the order in which they were made.
+    buffers: Vec<usize>,
     /// Which model a live buffer belongs to, by the buffer's address.
     by_buffer: HashMap<usize, Arc<Model>>,
     live_contexts: usize,
@@ -198,7 +200,10 @@ impl Runtime {
 
     /// Starts to fill a model's cache once it has computed enough; `calls`: of this layer so far.
     pub(super) fn consider_fill(&self, model: &Arc<Model>, layer: u32, calls: u64) {
-        if !model.refill().take(layer, calls, CALLS_BEFORE_FILL) {
+        if !model.refill().is_wanted()
+            || !self.state().is_turn_of(model)
+            || !model.refill().take(layer, calls, CALLS_BEFORE_FILL)
+        {
             return;
         }
         let device = match self.hot_device() {
@@ -284,15 +289,20 @@ impl Runtime {
     }
 
     /// Notes a new buffer of ours.
-    pub fn buffer_made(&self) {
+    pub fn buffer_made(&self, buffer: usize) {
         self.live_buffers.fetch_add(1, Relaxed);
+        self.state().buffers.push(buffer);
     }
 
     /// Forgets a buffer whose memory is about to go; its addresses may be used again.
     pub fn forget_buffer(&self, buffer: usize) {
         self.live_buffers.fetch_sub(1, Relaxed);
         close_buffer(buffer);
-        self.state().by_buffer.remove(&buffer);
+        {
+            let mut state = self.state();
+            state.buffers.retain(|&known| known != buffer);
+            state.by_buffer.remove(&buffer);
+        }
         // Adapters' buffers are not in the map, yet their factors may be in a pool.
         self.models().iter().for_each(|model| model.forget_buffer(buffer));
         let ended: Vec<_> = {
@@ -315,6 +325,16 @@ impl Runtime {
 }
 
 impl State {
+    /// Whether a model may be given a cache: no larger one that was loaded before it (the main model, where this is its draft)
+    /// still waits for its own.
+    fn is_turn_of(&self, model: &Arc<Model>) -> bool {
+        let is_its = |buffer: &&usize| self.by_buffer.get(buffer).is_some_and(|owner| Arc::ptr_eq(owner, model));
+        let Some(first) = self.buffers.iter().position(|buffer| is_its(&buffer)) else { return true };
+        let bytes = self.buffers.iter().filter(is_its).filter_map(|&buffer| weights_bytes(buffer)).max();
+        let waits = |buffer: &usize| self.by_buffer.get(buffer).is_none_or(|owner| owner.refill().is_wanted());
+        !self.buffers[..first].iter().any(|buffer| weights_bytes(*buffer) > bytes && waits(buffer))
+    }
+
     /// Notes whose a buffer is; the first word counts, and is returned.
     fn adopt(&mut self, buffer: usize, owner: Arc<Model>) -> Arc<Model> {
         let owner = self.by_buffer.entry(buffer).or_insert(owner);

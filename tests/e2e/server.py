@@ -130,7 +130,8 @@ def recording_server(model: Path, folder: Path, out_file: Path):
 
 
 def cached_server(model: Path, folder: Path, profile: Path, rpc_endpoint: str, *arguments):
-    """With hot experts on an RPC server's device, as a user would start it."""
+    """With hot experts on an RPC server's device, as a user would start it, but that a cache which loses is not noticed."""
     cache = ["--moe-hot-cache", profile, "--moe-hot-cache-device", "RPC0"]
     command = [paths.LAUNCHER, "llama-server", "-m", model, *COMMON_ARGUMENTS, "--rpc", rpc_endpoint, *cache, *arguments]
-    return start(command, folder, "cached-server", stock_environment())
+    environment = stock_environment(MOE_HOT_TEST_NO_GUARD="1", MOE_HOT_TEST_WAIT="1")
+    return start(command, folder, "cached-server", environment)

@@ -2,6 +2,7 @@
 fill happens while FakeDevice holds its copies, and what is to happen after it waits for them: nothing depends on who is
 faster, decoding or the fill."""
 
+import json
 import signal
 from pathlib import Path
 
@@ -40,7 +41,8 @@ def model() -> Path:
 
 def run(hot, steps, slots: int | None = None, fake: dict | None = None, **options) -> HotResult:
     profile = hot.profile(model(), [decode(1), greedy(100)])
-    ours = hot.run(model(), steps, profile, slots, fake=fake, **options)
+    environment = {} if slots else {"MOE_HOT_TEST_WAIT": 0}
+    ours = hot.run(model(), steps, profile, slots, fake=fake, environment=environment, **options)
     assert_same_answer(hot.probe.stock(model(), steps, **options), ours)
     return ours
 
@@ -63,7 +65,7 @@ def test_decoding_goes_on_while_the_cache_is_filled(hot):
 
 
 def test_a_fill_that_nothing_disturbs_is_whole(hot):
-    result = run(hot, [*FILL_BEGINS, greedy(20), FILLED, decode(7), greedy(200)], fake=LARGE)
+    result = run(hot, [*FILL_BEGINS, greedy(20), FILLED, greedy(200)], fake=LARGE)
     assert result.complaints == []
     assert result.stats["large_writes"] == N_WRITES
     assert result.hits > result.end.misses
@@ -142,6 +144,24 @@ def test_two_models_share_a_budget(hot, mib, n_cached):
     assert len(result.complaints) == 2 - n_cached
     assert result.stats["peak_bytes"] <= mib * MIB
     assert result.stats["allocated_bytes"] == 0
+
+
+def test_the_model_that_was_loaded_first_is_cached_first(hot, tmp_path):
+    """Though its draft, which is smaller, decodes before it. The budget holds no more than one of them."""
+    main, draft = generated("Q8_0"), generated("Q4_K")
+    recorded = json.loads(hot.profile(main, [decode(1), greedy(100)]).read_text())
+    del recorded["model"]
+    profile = tmp_path / "experts.json"
+    profile.write_text(json.dumps(recorded))
+    of_draft = [decode(1, context=1), greedy(20, context=1)]
+    steps = [decode(1), *of_draft, *WARM_UP, SOME_FILLED, *of_draft, greedy(100)]
+    options = {"more_models": [str(draft)]}
+    environment = {"LLAMA_ARG_MOE_HOT_CACHE_MAX_MIB": 4}
+    result = hot.run(main, steps, profile, fake=LARGE, environment=environment, **options)
+    assert_same_answer(hot.probe.stock(main, steps, **options), result)
+    assert [end.hits > 0 for end in ends(result.log)] == [True, False]
+    (line,) = result.complaints
+    assert "no hot cache" in line, "for the draft, once there is no room left"
 
 
 def shipped_profile(hot) -> Path:

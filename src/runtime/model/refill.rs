@@ -56,6 +56,11 @@ impl Refill {
         }
     }
 
+    /// Whether the cache is still to be filled.
+    pub fn is_wanted(&self) -> bool {
+        self.is_wanted.load(Relaxed)
+    }
+
     /// Whether the cache is to be filled now: once, with the `n`-th call of a layer since it was asked for. `calls`: of this
     /// layer so far.
     pub fn take(&self, layer: u32, calls: u64, n: u64) -> bool {
