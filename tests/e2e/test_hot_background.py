@@ -154,7 +154,7 @@ def test_the_model_that_was_loaded_first_is_cached_first(hot, tmp_path):
     profile = tmp_path / "experts.json"
     profile.write_text(json.dumps(recorded))
     of_draft = [decode(1, context=1), greedy(20, context=1)]
-    steps = [decode(1), *of_draft, *WARM_UP, SOME_FILLED, *of_draft, greedy(100)]
+    steps = [decode(1), *of_draft, *WARM_UP, until("large_writes", 12), *of_draft, greedy(100)]
     options = {"more_models": [str(draft)]}
     environment = {"LLAMA_ARG_MOE_HOT_CACHE_MAX_MIB": 4}
     result = hot.run(main, steps, profile, fake=LARGE, environment=environment, **options)
