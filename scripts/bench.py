@@ -2,6 +2,7 @@
 
 `scripts/bench overhead --json FILE`: what the plugin costs, with nothing resident and with experts resident.
 `scripts/bench overlap --json FILE`: what it brings that both lanes work at the same time.
+`scripts/bench vulkan --json FILE`: what our round trips cost on a real GPU backend.
 
 Each says what it has measured and exits with 1 if a bar is missed; `benchmarks/` has the details.
 """
@@ -13,9 +14,9 @@ import shlex
 import sys
 from pathlib import Path
 
-from benchmarks import overhead, overlap, programs
+from benchmarks import overhead, overlap, programs, vulkan
 
-BENCHES = {"overhead": overhead, "overlap": overlap}
+BENCHES = {"overhead": overhead, "overlap": overlap, "vulkan": vulkan}
 
 
 def number(text: str, at_least: int) -> int:

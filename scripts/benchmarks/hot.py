@@ -86,7 +86,7 @@ class HotLane:
             "MOE_HOT_TEST_SLOTS": slots,
             "MOE_HOT_TEST_TIMINGS": times,
         }
-        loaded = fake_environment(plugin=paths.PLUGIN, **ours, **fake)
+        loaded = fake_environment(host_buffer=1, plugin=paths.PLUGIN, **ours, **fake)
         loaded = {name: value for name, value in loaded.items() if name.startswith(programs.NOT_INHERITED)}
         command = [*self.command, "-r", repetitions, "-t", 1]
         output, _ = programs.run(command, programs.environment(**loaded), self.folder)
