@@ -35,20 +35,6 @@ pub fn close_buffer(address: usize) {
     }
 }
 
-/// Size in bytes of a live buffer of ours that holds a model's weights; `None` for anything else.
-pub fn weights_bytes(address: usize) -> Option<usize> {
-    let live = live();
-    if !live.contains_key(&address) {
-        return None;
-    }
-    let buffer = address as sys::ggml_backend_buffer_t;
-    // SAFETY: a buffer is closed, for which the lock is needed, before it is freed.
-    unsafe {
-        let is_for_weights = sys::ggml_backend_buffer_get_usage(buffer) == sys::GGML_BACKEND_BUFFER_USAGE_WEIGHTS;
-        is_for_weights.then(|| sys::ggml_backend_buffer_get_size(buffer))
-    }
-}
-
 /// One tensor's bytes in a buffer of ours.
 #[derive(Clone)]
 pub struct SharedWeights {

@@ -165,12 +165,28 @@ impl HotLane {
         self.layers.get(layer.place).is_some_and(|known| self.knows(layer) && known.is_warm[width as usize])
     }
 
+    /// Whether the graph for these requests has been computed once. There is none that is filled up where each slot is used.
+    pub fn is_warm_for(&self, layer: HotIndex, requests: &Requests) -> bool {
+        let Some(known) = self.layers.get(layer.place).filter(|_| !requests.is_empty()) else { return true };
+        let (form, _) = requests.form_with_room(known.max_rows, known.pool.slots());
+        match form {
+            Form::OneToken(_) => known.is_warm[Width::OneToken as usize],
+            Form::PerRow(n) => {
+                let is_made = n.is_power_of_two() || n == known.max_rows;
+                is_made && known.is_warm[Width::SeveralTokens as usize]
+            }
+        }
+    }
+
     /// Computes each graph of this layer for so many tokens once, with rows that mean nothing: devices compile, load or
     /// capture what a graph needs when they see it first. Returns how long the device takes for the smallest of them once it
     /// knows it, or the status with which it refused one. Remote devices are not asked: their time is `Duration::MAX`.
     pub fn warm_up(&mut self, layer: HotIndex, width: Width) -> Result<Result<Duration, Status>> {
         let HotLayer { template, pool, max_rows, .. } = self.layers.get(layer.place).ok_or(UNKNOWN_LAYER)?;
         let max_rows = *max_rows;
+        if self.is_warm(layer, width) {
+            return Ok(Ok(Duration::MAX));
+        }
         if self.device.is_remote() {
             // No kernels are made here, and the host may be computing on the device at this moment.
             self.layers[layer.place].is_warm[width as usize] = true;

@@ -15,4 +15,4 @@ mod registry;
 mod timing;
 
 pub use context::Context;
-pub use registry::runtime;
+pub use registry::{NewBuffer, runtime};

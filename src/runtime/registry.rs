@@ -7,7 +7,7 @@ use super::model::layer::Layer;
 use super::record::trace::TraceFile;
 use super::record::{self, Profiles, SaveThread};
 use super::timing::LayerTimes;
-use crate::ggml::{Device, Level, OwnIds, Tensor, close_buffer, is_hosts_log, log, weights_bytes};
+use crate::ggml::{Device, Level, OwnIds, Tensor, close_buffer, is_hosts_log, log};
 use crate::options::host::OFFLOAD_MIN_BATCH;
 use crate::options::{Budget, Config};
 use std::collections::HashMap;
@@ -22,6 +22,17 @@ const CALLS_BEFORE_FILL: u64 = 3;
 /// What recording without a cache means.
 const ON_THE_CPU: &str = "experts run on the CPU as with --no-repack (without a GPU slower than stock, which repacks them, \
                           and rounded otherwise)";
+
+/// A buffer of ours that llama.cpp has had made.
+#[derive(Clone, Copy, Debug)]
+pub struct NewBuffer {
+    /// Its address.
+    pub address: usize,
+    /// In bytes.
+    pub size: usize,
+    /// Whether it is a part of a model's file.
+    pub is_mapped: bool,
+}
 
 /// The process's models, who uses them, and what saves their counts.
 pub struct Runtime {
@@ -45,8 +56,8 @@ pub struct Runtime {
 struct State {
     /// Every model that has appeared, also those that are unloaded: they may come back.
     models: Vec<Arc<Model>>,
-    /// Live buffers of ours by address, in the order in which they were made.
-    buffers: Vec<usize>,
+    /// Live buffers of ours, in the order in which they were made.
+    buffers: Vec<NewBuffer>,
     /// Which model a live buffer belongs to, by the buffer's address.
     by_buffer: HashMap<usize, Arc<Model>>,
     live_contexts: usize,
@@ -208,7 +219,7 @@ impl Runtime {
         }
         let device = match self.hot_device() {
             Ok(device) if self.config.caches() && !device.is_off() => device,
-            _ => return,
+            _ => return model.refill().settle(),
         };
         let (earlier, ended) = {
             let mut state = self.state();
@@ -289,7 +300,7 @@ impl Runtime {
     }
 
     /// Notes a new buffer of ours.
-    pub fn buffer_made(&self, buffer: usize) {
+    pub fn buffer_made(&self, buffer: NewBuffer) {
         self.live_buffers.fetch_add(1, Relaxed);
         self.state().buffers.push(buffer);
     }
@@ -300,7 +311,7 @@ impl Runtime {
         close_buffer(buffer);
         {
             let mut state = self.state();
-            state.buffers.retain(|&known| known != buffer);
+            state.buffers.retain(|known| known.address != buffer);
             state.by_buffer.remove(&buffer);
         }
         // Adapters' buffers are not in the map, yet their factors may be in a pool.
@@ -328,11 +339,13 @@ impl State {
     /// Whether a model may be given a cache: no larger one that was loaded before it (the main model, where this is its draft)
     /// still waits for its own.
     fn is_turn_of(&self, model: &Arc<Model>) -> bool {
-        let is_its = |buffer: &&usize| self.by_buffer.get(buffer).is_some_and(|owner| Arc::ptr_eq(owner, model));
-        let Some(first) = self.buffers.iter().position(|buffer| is_its(&buffer)) else { return true };
-        let bytes = self.buffers.iter().filter(is_its).filter_map(|&buffer| weights_bytes(buffer)).max();
-        let waits = |buffer: &usize| self.by_buffer.get(buffer).is_none_or(|owner| owner.refill().is_wanted());
-        !self.buffers[..first].iter().any(|buffer| weights_bytes(*buffer) > bytes && waits(buffer))
+        let owner = |buffer: &NewBuffer| self.by_buffer.get(&buffer.address);
+        let is_its = |buffer: &NewBuffer| owner(buffer).is_some_and(|owner| Arc::ptr_eq(owner, model));
+        let Some(first) = self.buffers.iter().position(is_its) else { return true };
+        let size = self.buffers.iter().filter(|&buffer| is_its(buffer)).map(|buffer| buffer.size).max().unwrap_or(0);
+        // One that nobody has computed with yet is a model's if it is a part of a file.
+        let waits = |buffer: &NewBuffer| owner(buffer).map_or(buffer.is_mapped, |owner| owner.refill().is_pending());
+        !self.buffers[..first].iter().any(|buffer| buffer.size > size && waits(buffer))
     }
 
     /// Notes whose a buffer is; the first word counts, and is returned.

@@ -50,6 +50,14 @@ def test_tokens_use_the_device_once_it_knows_the_graphs(hot):
     assert result.hits > 0
 
 
+def test_a_context_whose_graphs_are_all_new_uses_the_device_too(hot):
+    """As with batches of ever other sizes: what was asked for one graph holds for the next."""
+    steps = [decode(1), greedy(CALLS_BEFORE_FILL + 30), until("mul_mat_id_graphs", N_LAYERS * (N_USED + 2)), greedy(100)]
+    result = run(hot, steps, {}, environment=UNATTENDED | {"LLAMA_GRAPH_REUSE_DISABLE": 1})
+    assert result.hits > 50 * N_LAYERS
+    assert result.end.graphs < 100, "each is made once"
+
+
 N_STARTS = 20
 
 

@@ -71,6 +71,9 @@ pub trait CopyEngine: Send {
     ///
     /// A copy that has been on its way for longer than [`COPY_TIMEOUT`] is reported as lost.
     fn wait(&mut self, timeout: Duration) -> Option<(u64, Outcome)>;
+
+    /// The caller has done something else for so long, which is not to count as the copies' time.
+    fn paused(&mut self, time: Duration);
 }
 
 /// How many staging blocks an engine has, and how large each is, for experts of `expert_bytes`.

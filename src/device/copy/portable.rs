@@ -128,6 +128,10 @@ impl CopyEngine for PortableEngine {
         self.in_flight.len()
     }
 
+    fn paused(&mut self, time: Duration) {
+        self.in_flight.iter_mut().for_each(|(_, since)| *since += time);
+    }
+
     fn wait(&mut self, timeout: Duration) -> Option<(u64, Outcome)> {
         let &(id, since) = self.in_flight.front()?;
         let left = self.timeout.saturating_sub(since.elapsed());

@@ -104,6 +104,10 @@ impl CopyEngine for CudaEngine {
         self.0.in_flight.len()
     }
 
+    fn paused(&mut self, time: Duration) {
+        self.0.in_flight.iter_mut().for_each(|copy| copy.since += time);
+    }
+
     fn wait(&mut self, timeout: Duration) -> Option<(u64, Outcome)> {
         let queue = &mut *self.0;
         let left = queue.timeout.saturating_sub(queue.in_flight.front()?.since.elapsed());

@@ -64,7 +64,7 @@ impl Fetcher {
                 }
             }
             self.settle(POLL_INTERVAL);
-            between();
+            self.pause(between);
         }
         self.land_all();
     }
@@ -72,7 +72,7 @@ impl Fetcher {
     /// Makes the copies that contexts ask for, until the end. `between` is done between them.
     pub fn serve(&mut self, between: &mut dyn FnMut()) {
         while !self.cache.is_over() {
-            between();
+            self.pause(between);
             match self.cache.queue.pop() {
                 Some(fetch) => {
                     let attempt = self.start(fetch);
@@ -87,6 +87,17 @@ impl Fetcher {
             }
         }
         self.land_all();
+    }
+
+    /// Does something else. Copies in flight are not to blame for the time that it takes.
+    fn pause(&mut self, between: &mut dyn FnMut()) {
+        let start = Instant::now();
+        between();
+        let time = start.elapsed();
+        if time > POLL_INTERVAL {
+            self.in_flight.iter_mut().for_each(|copy| copy.was_alone = false);
+            self.engine.paused(time);
+        }
     }
 
     /// Tells the layer that its fetch has been started, or will not be.

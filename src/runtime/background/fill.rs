@@ -144,6 +144,7 @@ impl<'a> Fill<'a> {
         let Some((plan, layers)) = self.allocate(&candidates.layers, (available, scratch), make_lanes)? else {
             return Ok(None);
         };
+        self.model.refill().settle();
         self.announce(&candidates, &plan, scratch);
         let fetches = self.fetches(&candidates.layers, &plan);
         let mut cached = Vec::with_capacity(layers.len());

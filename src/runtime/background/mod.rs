@@ -121,10 +121,10 @@ impl Task {
             return Ok(());
         };
         let fill::Filled { mut fetcher, fetches, mut warm_up } = filled;
-        fetcher.carry_out(fetches, &mut || warm_up.answer_all());
+        fetcher.carry_out(fetches, &mut || warm_up.answer_one());
         self.forget_old_fetches(&fetcher);
         self.cache.queue.set_filled();
-        fetcher.serve(&mut || warm_up.answer_all());
+        fetcher.serve(&mut || warm_up.answer_one());
         Ok(())
     }
 
@@ -137,6 +137,7 @@ impl Task {
 impl Drop for Task {
     fn drop(&mut self) {
         self.cache.end();
+        self.model.refill().settle();
         self.cache.queue.set_filled();
         self.cache.release_idle_memory();
     }

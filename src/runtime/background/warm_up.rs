@@ -7,7 +7,7 @@ use crate::lanes::{HotIndex, HotLane, try_out};
 use crate::options::Config;
 use crate::runtime::model::Model;
 use crate::runtime::model::cache_handle::{CacheHandle, IdleMemory};
-use crate::runtime::model::lane_cell::{ContextLane, LaneCell};
+use crate::runtime::model::lane_cell::{ContextLane, LaneCell, Loan, Place};
 use crate::runtime::model::lane_request::LaneRequest;
 use crate::runtime::model::layer_cache::LayerCache;
 use crate::units::Bytes;
@@ -81,9 +81,9 @@ impl WarmUp {
         self.scratch.saturating_mul(self.known.len() as u64)
     }
 
-    /// Does what contexts have asked for.
-    pub fn answer_all(&mut self) {
-        while let Some(request) = self.model.next_lane_request() {
+    /// Does the oldest of what contexts have asked for.
+    pub fn answer_one(&mut self) {
+        if let Some(request) = self.model.next_lane_request() {
             self.answer(&request);
         }
     }
@@ -117,10 +117,10 @@ impl WarmUp {
         }
         let scratch = Bytes(trial.scratch_bytes as u64).max(self.scratch);
         // Its context computes on the CPU for as long as the lane is here.
-        let mut lane = self.lane_in(cell, scratch)?;
+        let (mut lane, loan) = self.lane_in(cell, scratch)?;
         let index = lane.lane.add_layer(&layer.pool, template, tensors, max_rows);
         let warm = lane.lane.warm_up(index, *width);
-        cell.put(lane);
+        loan.give_back(lane);
         match warm? {
             Ok(fastest) => self.cache.device_takes(*width, fastest),
             Err(status) => return Err(NotReady::Failed(format!("it refused to compute (ggml status {status})"))),
@@ -129,25 +129,20 @@ impl WarmUp {
     }
 
     /// The context's lane, with this much scratch memory at least.
-    fn lane_in(&mut self, cell: &Arc<LaneCell>, scratch: Bytes) -> Result<Box<ContextLane>, NotReady> {
-        let lane = cell.wait_and_take().filter(|lane| Arc::ptr_eq(&lane.cache, &self.cache));
-        if let Some(lane) = lane {
-            if lane.lane.scratch_bytes() >= bytes(scratch) {
-                return Ok(lane);
+    fn lane_in(&mut self, cell: &Arc<LaneCell>, scratch: Bytes) -> Result<(Box<ContextLane>, Loan), NotReady> {
+        let taken = cell.wait_and_take();
+        // Whatever comes of it, nobody waits for a lane that is not there.
+        let loan = Loan::of(cell);
+        if let Place::Here(lane) = taken {
+            if Arc::ptr_eq(&lane.cache, &self.cache) && lane.lane.scratch_bytes() >= bytes(scratch) {
+                return Ok((lane, loan));
             }
             // The old memory goes before the new one comes.
             drop(lane);
         }
-        match self.new_lane(cell, scratch) {
-            Ok(Some(lane)) => Ok(lane),
-            Ok(None) => {
-                cell.release();
-                Err(self.no_room(cell))
-            }
-            Err(error) => {
-                cell.release();
-                Err(error.into())
-            }
+        match self.new_lane(cell, scratch)? {
+            Some(lane) => Ok((lane, loan)),
+            None => Err(self.no_room(cell)),
         }
     }
 

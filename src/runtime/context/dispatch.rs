@@ -78,6 +78,15 @@ impl Partition {
         }
     }
 
+    /// Lets go of the slots of a call that is computed on the CPU after all; nothing was copied.
+    pub fn cancel(&mut self, cache: &LayerCache) {
+        let mut state = cache.state();
+        self.acquired.drain(..).for_each(|slot| state.slots.release(slot));
+        for (_, slot) in self.copies.drain(..) {
+            state.slots.abandon(slot);
+        }
+    }
+
     fn clear(&mut self, ids: &OwnIds) {
         let n = ids.ids().len();
         self.hot.reset(n);

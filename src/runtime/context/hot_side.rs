@@ -1,16 +1,16 @@
 //! A context's hot lane: asked for, layer by layer, from the cache's thread, and lent to a call once it is ready.
 
-use super::splits::{AskedLanes, HotBlock, ResolvedBlock};
+use super::splits::{HotBlock, ResolvedBlock};
 use crate::ggml::Graph;
 use crate::lanes::{HotIndex, Width};
 use crate::moe::FfnTemplate;
 use crate::options::Config;
 use crate::runtime::model::Model;
 use crate::runtime::model::cache_handle::IdleMemory;
-use crate::runtime::model::lane_cell::{ContextLane, LaneCell};
-use crate::runtime::model::lane_request::{Answer, LaneRequest};
+use crate::runtime::model::lane_cell::{ContextLane, LaneCell, Loan, Place};
+use crate::runtime::model::lane_request::{Answer, AskedLayer, LaneRequest};
 use crate::runtime::model::layer_cache::LayerCache;
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 
 /// A context's hot lane, if it has one.
 #[derive(Default)]
@@ -18,12 +18,16 @@ pub struct HotSide {
     cell: Arc<LaneCell>,
     /// The model that knows of it.
     model: Weak<Model>,
+    /// What the lane has been asked to know.
+    asked: Vec<Arc<AskedLayer>>,
 }
 
 /// A hot lane that is ready for a call.
 pub struct ReadyLane {
-    /// The lane, lent for the call: [`HotSide::give_back`] takes it back.
+    /// The lane, lent for the call.
     pub lane: Box<ContextLane>,
+    /// Takes it back.
+    pub loan: Loan,
     /// The layer's cache.
     pub cache: Arc<LayerCache>,
     /// The layer in the lane.
@@ -59,10 +63,10 @@ impl HotSide {
         let width = Width::of(n_tokens);
         // Once more for each request, if a test waits for the answers.
         for _ in 0..=2 {
-            match self.find(&mut block.hot, &cache, width) {
-                Found::Lane(lane, index) => return Some(ReadyLane { lane, cache, index }),
+            match self.find(split, &mut block.hot, template, &cache, width) {
+                Found::Lane(lane, index) => return Some(ReadyLane { loan: Loan::of(&self.cell), lane, cache, index }),
                 Found::Nothing => return None,
-                Found::NotAsked(width) => self.ask(split, &mut block.hot, template, &cache, width)?,
+                Found::Asked => {}
             }
             if !config.waits_for_lanes() {
                 return None;
@@ -72,70 +76,112 @@ impl HotSide {
         None
     }
 
-    fn find(&self, hot: &mut HotBlock, cache: &Arc<LayerCache>, width: Width) -> Found {
-        let asked = match hot {
-            HotBlock::Asked(asked) if is_of(&asked.cache, cache) => asked,
-            HotBlock::Refused(known) if is_of(known, cache) => return Found::Nothing,
-            _ => return Found::NotAsked(Width::OneToken),
-        };
-        let index = match asked.one_token.get() {
-            Some(Some(index)) => *index,
-            Some(None) | None => return Found::Nothing,
-        };
-        // The cache's thread may be at work with it.
-        let Some(lane) = self.cell.take() else { return Found::Nothing };
-        let is_its = Arc::ptr_eq(&lane.cache, &cache.handle) && lane.lane.is_warm(index, Width::OneToken);
-        if is_its && lane.lane.is_warm(index, width) {
-            return Found::Lane(lane, index);
-        }
-        self.cell.put(lane);
-        match (is_its, &asked.several_tokens) {
-            // It was made anew since.
-            (false, _) => Found::NotAsked(Width::OneToken),
-            (true, None) => Found::NotAsked(width),
-            (true, Some(_)) => Found::Nothing,
-        }
-    }
-
-    /// Asks the cache's thread to make the lane ready. `None` if the cache cannot serve the block.
-    fn ask(
-        &self,
+    fn find(
+        &mut self,
         split: &Graph<'_>,
         hot: &mut HotBlock,
         template: &Arc<FfnTemplate>,
         cache: &Arc<LayerCache>,
         width: Width,
-    ) -> Option<()> {
-        let model = self.model.upgrade()?;
-        let Some(tensors) = cache.tensors_for(split, template) else {
+    ) -> Found {
+        match hot {
+            HotBlock::Asked(asked) if is_of(&asked.cache, cache) => {}
+            HotBlock::Refused(known) if is_of(known, cache) => return Found::Nothing,
+            // A new graph, or a new cache.
+            _ => match self.asked_before(split, template, cache) {
+                Ok(asked) => *hot = HotBlock::Asked(asked),
+                Err(tensors) => return self.ask(hot, template, cache, tensors),
+            },
+        }
+        let HotBlock::Asked(asked) = hot else { return Found::Nothing };
+        let asked = asked.clone();
+        let Some(&Some(index)) = asked.one_token.get() else { return Found::Nothing };
+        let is_its = match self.cell.take() {
+            Place::Here(lane) => {
+                let is_its = Arc::ptr_eq(&lane.cache, &cache.handle) && lane.lane.is_warm(index, Width::OneToken);
+                if is_its && lane.lane.is_warm(index, width) {
+                    return Found::Lane(lane, index);
+                }
+                self.cell.put(lane);
+                is_its
+            }
+            // The cache's thread is at work with it.
+            Place::Lent => return Found::Nothing,
+            Place::Nowhere => false,
+        };
+        if !is_its {
+            // It was made anew since. Another graph may have asked.
+            if let Some(newer) = self.asked.iter().find(|known| known.is_for(cache, template, &asked.tensors))
+                && !Arc::ptr_eq(newer, &asked)
+            {
+                *hot = HotBlock::Asked(newer.clone());
+                return Found::Asked;
+            }
+            return self.ask(hot, template, cache, Some(asked.tensors.clone()));
+        }
+        if asked.several_tokens.get().is_some() {
+            return Found::Nothing;
+        }
+        let answer = Answer::default();
+        let _ = asked.several_tokens.set(answer.clone());
+        self.request(&asked, cache, width, answer)
+    }
+
+    /// What another graph of this context has asked for, or the pool's tensor for each weight; `Err(None)` if the cache cannot
+    /// serve the block.
+    fn asked_before(
+        &self,
+        split: &Graph<'_>,
+        template: &Arc<FfnTemplate>,
+        cache: &Arc<LayerCache>,
+    ) -> Result<Arc<AskedLayer>, Option<Vec<usize>>> {
+        let tensors = cache.tensors_for(split, template).ok_or(None)?;
+        let known = self.asked.iter().find(|known| known.is_for(cache, template, &tensors));
+        known.cloned().ok_or(Some(tensors))
+    }
+
+    /// Asks the cache's thread to make the lane ready for single tokens.
+    fn ask(
+        &mut self,
+        hot: &mut HotBlock,
+        template: &Arc<FfnTemplate>,
+        cache: &Arc<LayerCache>,
+        tensors: Option<Vec<usize>>,
+    ) -> Found {
+        let Some(tensors) = tensors else {
             // An adapter that has come since: what belongs in the cache is more than it was made for.
             cache.handle.end_for_refill();
-            return None;
+            return Found::Nothing;
         };
-        let answer = Answer::default();
-        match (width, &mut *hot) {
-            (Width::SeveralTokens, HotBlock::Asked(asked)) => asked.several_tokens = Some(answer.clone()),
-            _ => {
-                let (cache, one_token) = (Arc::downgrade(cache), answer.clone());
-                *hot = HotBlock::Asked(AskedLanes { cache, one_token, several_tokens: None });
-            }
-        }
-        let (cell, template) = (Arc::downgrade(&self.cell), template.clone());
+        self.asked.retain(|known| known.cache.strong_count() > 0 && !known.is_for(cache, template, &tensors));
+        let (of, template, several_tokens) = (Arc::downgrade(cache), template.clone(), OnceLock::new());
+        let asked = AskedLayer { cache: of, template, tensors, one_token: Answer::default(), several_tokens };
+        let asked = Arc::new(asked);
+        self.asked.push(asked.clone());
+        *hot = HotBlock::Asked(asked.clone());
+        self.request(&asked, cache, Width::OneToken, asked.one_token.clone())
+    }
+
+    fn request(&self, asked: &AskedLayer, cache: &Arc<LayerCache>, width: Width, answer: Answer) -> Found {
+        let Some(model) = self.model.upgrade() else { return Found::Nothing };
         let queue = cache.handle.queue.clone();
         queue.request_made();
-        let of = Arc::downgrade(cache);
-        model.add_lane_request(LaneRequest { cell, cache: of, template, tensors, width, answer, queue: queue.clone() });
+        model.add_lane_request(LaneRequest {
+            cell: Arc::downgrade(&self.cell),
+            cache: asked.cache.clone(),
+            template: asked.template.clone(),
+            tensors: asked.tensors.clone(),
+            width,
+            answer,
+            queue: queue.clone(),
+        });
         queue.wake();
-        Some(())
+        Found::Asked
     }
 
-    /// Takes the lane back after a call.
-    pub fn give_back(&self, lane: Box<ContextLane>) {
-        self.cell.put(lane);
-    }
-
-    /// Gives the lane's memory back to the device.
-    pub fn drop_lane(&self) {
+    /// Forgets the templates, and gives the lane's memory back to the device.
+    pub fn forget_templates(&mut self) {
+        self.asked.clear();
         self.cell.release();
     }
 }
@@ -146,8 +192,8 @@ enum Found {
     Lane(Box<ContextLane>, HotIndex),
     /// Nothing yet, or nothing at all.
     Nothing,
-    /// Nobody has asked for it.
-    NotAsked(Width),
+    /// An answer, soon.
+    Asked,
 }
 
 fn is_of<T>(known: &Weak<T>, owner: &Arc<T>) -> bool {

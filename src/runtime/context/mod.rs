@@ -129,15 +129,22 @@ impl ContextLanes {
         let (Some(ready), Some(template)) = (ready, &block.template) else {
             self.partition.set_all_cold(ids);
             let status = compute_whole(&mut self.cold, split, &mut self.watch);
-            self.guard.was_cold(ids.n_tokens(), self.watch.elapsed_ns());
+            // Others say nothing of what a call with the cache is compared with: of no token, say, or too large ones.
+            if block.template.is_some() && (1..=runtime.config().max_hot_tokens()).contains(&ids.n_tokens()) {
+                self.guard.was_cold(ids.n_tokens(), self.watch.elapsed_ns());
+            }
             return status;
         };
-        let ReadyLane { mut lane, cache, index } = ready;
+        let ReadyLane { mut lane, loan, cache, index } = ready;
         if runtime.config().is_guarded() && !self.may_use_device(&cache, ids.n_tokens()) {
             self.partition.set_all_cold(ids);
         } else {
             let can_copy = || lane.lane.can_copy(index, split);
             self.partition.set(ids, &cache, runtime.config().miss, can_copy);
+            if !lane.lane.is_warm_for(index, &self.partition.hot) {
+                self.partition.cancel(&cache);
+                self.partition.set_all_cold(ids);
+            }
         }
         let mut fetch = None;
         let mut learn = || fetch = cache.learn(ids.ids(), ids.n_tokens());
@@ -165,7 +172,7 @@ impl ContextLanes {
         if let Some(fetch) = fetch {
             cache.handle.queue.push(fetch);
         }
-        self.hot.give_back(lane);
+        loan.give_back(lane);
         computed.status
     }
 
@@ -210,7 +217,7 @@ impl ContextLanes {
         if self.n_forgotten != n_forgotten {
             self.n_forgotten = n_forgotten;
             self.cold.forget_templates();
-            self.hot.drop_lane();
+            self.hot.forget_templates();
         }
     }
 }

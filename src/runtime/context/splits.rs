@@ -3,7 +3,7 @@
 use crate::ggml::Graph;
 use crate::moe::{Block, FfnTemplate, Shape};
 use crate::runtime::model::Model;
-use crate::runtime::model::lane_request::Answer;
+use crate::runtime::model::lane_request::AskedLayer;
 use crate::runtime::model::layer::Layer;
 use crate::runtime::model::layer_cache::LayerCache;
 use crate::runtime::registry::Runtime;
@@ -52,17 +52,9 @@ pub enum HotBlock {
     #[default]
     Unknown,
     /// What it has been asked for.
-    Asked(AskedLanes),
+    Asked(Arc<AskedLayer>),
     /// That it cannot be computed with this cache.
     Refused(Weak<LayerCache>),
-}
-
-/// That the lane has been asked to know a layer, and the answers.
-pub struct AskedLanes {
-    pub cache: Weak<LayerCache>,
-    pub one_token: Answer,
-    /// `None`: not asked.
-    pub several_tokens: Option<Answer>,
 }
 
 impl Splits {

@@ -10,6 +10,27 @@ use std::sync::{Arc, OnceLock, Weak};
 /// The layer in the context's lane; `None` if it cannot be computed there.
 pub type Answer = Arc<OnceLock<Option<HotIndex>>>;
 
+/// A layer's template that a context's lane has been asked to know, and the answers. The same for all graphs of the context.
+pub struct AskedLayer {
+    /// The layer's cache.
+    pub cache: Weak<LayerCache>,
+    /// The template.
+    pub template: Arc<FfnTemplate>,
+    /// The pool's tensor for each of its weights.
+    pub tensors: Vec<usize>,
+    /// For one token.
+    pub one_token: Answer,
+    /// For several; empty: not asked.
+    pub several_tokens: OnceLock<Answer>,
+}
+
+impl AskedLayer {
+    /// Whether it is for this template over these tensors of this cache.
+    pub fn is_for(&self, cache: &Arc<LayerCache>, template: &Arc<FfnTemplate>, tensors: &[usize]) -> bool {
+        self.cache.as_ptr() == Arc::as_ptr(cache) && Arc::ptr_eq(&self.template, template) && self.tensors == tensors
+    }
+}
+
 /// That a context's lane be made ready for a layer's template.
 pub struct LaneRequest {
     /// Where the context's lane is.

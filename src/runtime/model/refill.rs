@@ -10,6 +10,8 @@ const MAX_REFILLS: u64 = 64;
 #[derive(Debug)]
 pub struct Refill {
     is_wanted: AtomicBool,
+    /// A fill has been begun, and its memory is not taken yet.
+    is_under_way: AtomicBool,
     /// How often a refill has been asked for.
     n_refills: AtomicU64,
     /// Set when a fill is asked for: the first layer that computes after that is the one whose calls are counted.
@@ -25,6 +27,7 @@ impl Default for Refill {
     fn default() -> Self {
         Self {
             is_wanted: AtomicBool::new(true),
+            is_under_way: AtomicBool::new(false),
             n_refills: AtomicU64::new(0),
             is_new: AtomicBool::new(true),
             counted: AtomicU32::new(0),
@@ -61,6 +64,16 @@ impl Refill {
         self.is_wanted.load(Relaxed)
     }
 
+    /// Whether its memory is still to be taken.
+    pub fn is_pending(&self) -> bool {
+        self.is_wanted() || self.is_under_way.load(Relaxed)
+    }
+
+    /// The memory has been taken, or will not be.
+    pub fn settle(&self) {
+        self.is_under_way.store(false, Relaxed);
+    }
+
     /// Whether the cache is to be filled now: once, with the `n`-th call of a layer since it was asked for. `calls`: of this
     /// layer so far.
     pub fn take(&self, layer: u32, calls: u64, n: u64) -> bool {
@@ -71,9 +84,13 @@ impl Refill {
             self.counted.store(layer, Relaxed);
             self.calls_before.store(calls.saturating_sub(1), Relaxed);
         }
-        self.counted.load(Relaxed) == layer
+        let is_now = self.counted.load(Relaxed) == layer
             && calls >= n.saturating_add(self.calls_before.load(Relaxed))
-            && self.is_wanted.swap(false, Relaxed)
+            && self.is_wanted.swap(false, Relaxed);
+        if is_now {
+            self.is_under_way.store(true, Relaxed);
+        }
+        is_now
     }
 }
 

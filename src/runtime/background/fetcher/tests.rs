@@ -58,6 +58,8 @@ impl CopyEngine for Shared {
     fn wait(&mut self, _: Duration) -> Option<(u64, Outcome)> {
         self.lock().landed.pop_front()
     }
+
+    fn paused(&mut self, _: Duration) {}
 }
 
 fn fetch(admit: Expert, evict: Option<Expert>) -> Fetch {

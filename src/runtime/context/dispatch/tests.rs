@@ -89,6 +89,18 @@ fn a_miss_is_copied_first_where_the_rule_says_so_and_serves_once_it_has_landed()
 }
 
 #[test]
+fn a_call_that_is_cancelled_leaves_no_slot_taken() {
+    let (cache, mut partition) = (learning(), Partition::default());
+    let n_free = cache.state().slots.n_free();
+    partition.set(&ids(&[1, 5], 1), &cache, MissRule::Copy, || true);
+    assert_eq!(partition.copies.len(), 1);
+    partition.cancel(&cache);
+    let slots = &cache.state().slots;
+    assert!(slots.is_unused(Expert(1)));
+    assert_eq!((slots.n_free(), slots.resident(Expert(5))), (n_free + 1, None), "the evicted expert is gone");
+}
+
+#[test]
 fn nothing_is_copied_while_a_token_waits_where_it_cannot_be() {
     let several = (ids(&[5, 6], 2), learning(), MissRule::Copy);
     let fixed = (ids(&[5], 1), cache(None), MissRule::Copy);
