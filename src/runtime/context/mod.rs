@@ -141,7 +141,8 @@ impl ContextLanes {
         } else {
             let can_copy = || lane.lane.can_copy(index, split);
             self.partition.set(ids, &cache, runtime.config().miss, can_copy);
-            if !lane.lane.is_warm_for(index, &self.partition.hot) {
+            // Tests that have tokens wait for lanes have them wait for graphs too.
+            if !runtime.config().waits_for_lanes() && !lane.lane.is_warm_for(index, &self.partition.hot) {
                 self.partition.cancel(&cache);
                 self.partition.set_all_cold(ids);
             }
