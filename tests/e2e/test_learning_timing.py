@@ -168,6 +168,7 @@ def test_a_device_that_is_far_slower_is_given_up_before_a_token_uses_it(hot, env
     assert result.stats["mul_mat_id_graphs"] == WARM_UPS
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("environment", [AS_IT_PAYS, {}], ids=["learning", "fixed"])
 def test_a_cache_that_does_not_lose_is_left_alone(hot, environment):
     """The device takes no time: rows are zeros, so that the answer is not compared. As slow as many calls may be: what the

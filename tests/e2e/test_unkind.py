@@ -39,7 +39,7 @@ def test_no_token_waits_for_the_first_use_of_a_graph(hot):
     slow = {"first_use_ms": FIRST_USE_MS}
     result = run(hot, steps, slow, environment=UNATTENDED)
     assert result.stats["first_uses"] == N_USED
-    assert slowest_ms(result) < FIRST_USE_MS / 4
+    assert slowest_ms(result) < FIRST_USE_MS, "what a token that waits takes at least"
     waiting = run(hot, steps, slow)
     assert slowest_ms(waiting) > FIRST_USE_MS, "a token that waits would be seen"
 
@@ -97,8 +97,8 @@ def test_a_copy_to_ordinary_memory_does_not_hold_the_cpu_up(hot, tmp_path):
     steps = [decode(1), greedy(CALLS_BEFORE_FILL + 20)]
     run(hot, steps, fake, slots=N_EXPERT // 2, environment={"MOE_HOT_TEST_TIMINGS": times})
     timings = json.loads(times.read_text())
-    assert layer_ms(timings, "plan_and_launch_ns") < latency_ms / 2
-    assert layer_ms(timings, "join_ns") > latency_ms / 2, "it is waited for in the end"
+    assert layer_ms(timings, "plan_and_launch_ns") < latency_ms, "what it takes at least where the copy is waited for first"
+    assert sum(layer_ms(timings, lap) for lap in ("plan_and_launch_ns", "cold_ns", "join_ns")) >= latency_ms, "in the end"
 
 
 PIECE = 256 << 10
