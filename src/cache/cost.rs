@@ -41,6 +41,8 @@ pub struct Call {
     pub device_ns: f32,
     /// Whether the device was waited for: if not, it was done earlier than `device_ns` says.
     pub waited: bool,
+    /// Whether copies in the background were under way when it was launched.
+    pub beside_copies: bool,
 }
 
 /// Moving averages of both costs, of one device.
@@ -54,6 +56,12 @@ pub struct MissCosts {
     staging: Average,
     /// Nanoseconds of the device without copies.
     device: Average,
+    /// Nanoseconds that a call takes longer where copies in the background are under way: they share the bus.
+    delay: Average,
+    /// Calls beside a copy in the background.
+    delayed_calls: Average,
+    /// Those since the last copy.
+    delayed_since_copy: u32,
     calls_since_probe: u32,
 }
 
@@ -90,6 +98,7 @@ impl MissCosts {
     /// it waited for others, which says nothing).
     pub fn learn_background(&mut self, staging_ns: f32, copy_ns: Option<f32>) {
         self.staging.add(staging_ns, WEIGHT_OF_BACKGROUND);
+        self.delayed_calls.add(std::mem::take(&mut self.delayed_since_copy) as f32, WEIGHT_OF_BACKGROUND);
         if let Some(copy_ns) = copy_ns {
             self.copy.add(copy_ns, WEIGHT_OF_BACKGROUND);
         }
@@ -100,7 +109,16 @@ impl MissCosts {
         if call.n_cold > 0 {
             self.cpu.add(call.cold_ns / call.n_cold as f32, WEIGHT);
         }
+        if call.beside_copies {
+            self.delayed_since_copy += 1;
+        }
         match (call.n_copied, call.waited) {
+            (0, waited) if call.beside_copies => {
+                // A device that is done before the CPU delays nobody.
+                if let Some(device) = self.device.0 {
+                    self.delay.add(if waited { call.device_ns - device } else { 0.0 }, WEIGHT);
+                }
+            }
             (0, true) => self.device.add(call.device_ns, WEIGHT),
             (0, false) => {}
             (n, waited) => {
@@ -118,12 +136,13 @@ impl MissCosts {
 
     /// The price of a copy in the background against that of a miss, for admission. `None` as long as one is unknown.
     ///
-    /// Such a copy is not waited for: what it takes from the token is the host's part, which moves an expert's bytes through
-    /// the memory that the CPU computes from. How long the device is at it costs nothing (it makes copies late, which is
-    /// told apart).
+    /// Such a copy is not waited for. What it takes from tokens is the host's part, which moves an expert's bytes through the
+    /// memory that the CPU computes from, and the time that calls wait longer for the device since their rows share the bus
+    /// with it. How long it is under way costs nothing else (it makes copies late, which is told apart).
     pub fn copy_in_misses(&self) -> Option<f32> {
+        let bus = self.delay.0.map_or(0.0, |delay| delay.max(0.0) * self.delayed_calls.0.unwrap_or(0.0));
         match (self.staging.0, self.cpu.0) {
-            (Some(staging), Some(cpu)) if cpu > 0.0 => Some(staging / cpu),
+            (Some(staging), Some(cpu)) if cpu > 0.0 => Some((staging + bus) / cpu),
             _ => None,
         }
     }
@@ -143,7 +162,14 @@ mod tests {
         fn call(&self, n_missed: usize, n_copied: usize) -> Call {
             let n_cold = n_missed - n_copied;
             let (cold_ns, busy) = (n_cold as f32 * self.cpu_ns, n_copied as f32 * self.copy_ns);
-            Call { n_cold, cold_ns, n_copied, device_ns: busy.max(cold_ns), waited: busy >= cold_ns }
+            Call {
+                n_cold,
+                cold_ns,
+                n_copied,
+                device_ns: busy.max(cold_ns),
+                waited: busy >= cold_ns,
+                beside_copies: false,
+            }
         }
 
         fn run(&self, costs: &mut MissCosts, rule: MissRule, n_calls: usize) -> f32 {
@@ -228,6 +254,31 @@ mod tests {
         assert_eq!(costs.copy_in_misses(), None, "what a miss costs is not known");
         costs.learn(&FAST_BUS.call(6, 0));
         assert_eq!(costs.copy_in_misses(), Some(0.25));
+    }
+
+    #[test]
+    fn a_copy_in_the_background_is_priced_by_what_it_takes_from_the_bus_too() {
+        let mut costs = MissCosts::default();
+        let call = |device_ns, waited, beside_copies| Call {
+            n_cold: 1,
+            cold_ns: 100e3,
+            n_copied: 0,
+            device_ns,
+            waited,
+            beside_copies,
+        };
+        costs.learn(&call(120e3, true, false));
+        let copies = |costs: &mut MissCosts, device_ns, waited| {
+            for _ in 0..30 {
+                (0..4).for_each(|_| costs.learn(&call(device_ns, waited, true)));
+                costs.learn_background(20e3, None);
+            }
+            costs.copy_in_misses().unwrap()
+        };
+        let price = copies(&mut costs, 170e3, true);
+        assert!((price - (20.0 + 4.0 * 50.0) / 100.0).abs() < 0.05, "four calls wait 50 µs longer each: {price}");
+        let price = copies(&mut costs, 90e3, false);
+        assert!((price - 0.2).abs() < 0.05, "the device is done before the CPU: {price}");
     }
 
     #[test]

@@ -30,11 +30,14 @@ pub struct DeviceMemory {
     device: Device,
     limit: Limit,
     state: Mutex<State>,
+    planning: Mutex<()>,
 }
 
 #[derive(Default)]
 struct State {
     reserved: Bytes,
+    /// What of it is not allocated yet: the device still reports it as free.
+    pending: Bytes,
     /// What may be reserved in all, as of the last plan.
     allowed: Bytes,
 }
@@ -43,12 +46,13 @@ struct State {
 pub struct Reservation {
     owner: Arc<DeviceMemory>,
     bytes: Bytes,
+    is_pending: bool,
 }
 
 impl DeviceMemory {
     /// Nothing taken yet.
     pub fn new(device: Device, limit: Limit) -> Self {
-        Self { device, limit, state: Mutex::default() }
+        Self { device, limit, state: Mutex::default(), planning: Mutex::default() }
     }
 
     /// The device.
@@ -56,12 +60,18 @@ impl DeviceMemory {
         self.device
     }
 
+    /// Plans and allocations from now on are nobody else's until the guard is dropped: two models that plan at once would
+    /// count on the same memory.
+    pub fn begin_planning(&self) -> MutexGuard<'_, ()> {
+        self.planning.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Bytes that may still be taken, measured now: contexts, draft models and projectors come late. Can take long: it asks
     /// the device.
     pub fn plan(&self) -> Bytes {
         let (free, total) = self.device.memory();
         let mut state = self.state();
-        let left = self.limit.left(state.reserved, free, total);
+        let left = self.limit.left(&state, free, total);
         state.allowed = state.reserved.saturating_add(left);
         left
     }
@@ -73,8 +83,13 @@ impl DeviceMemory {
         bytes: Bytes,
         allocate: impl FnOnce() -> Option<T>,
     ) -> Option<(T, Reservation)> {
-        let reservation = self.reserve(bytes)?;
-        Some((allocate()?, reservation))
+        let mut reservation = self.reserve(bytes)?;
+        let allocated = allocate()?;
+        reservation.is_pending = false;
+        let mut state = self.state();
+        state.pending = state.pending.saturating_sub(bytes);
+        drop(state);
+        Some((allocated, reservation))
     }
 
     /// Reserves `bytes`, if the last plan allows it.
@@ -85,7 +100,8 @@ impl DeviceMemory {
             return None;
         }
         state.reserved = reserved;
-        Some(Reservation { owner: self.clone(), bytes })
+        state.pending = state.pending.saturating_add(bytes);
+        Some(Reservation { owner: self.clone(), bytes, is_pending: true })
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -95,14 +111,14 @@ impl DeviceMemory {
 
 impl Limit {
     /// What may still be taken where so much is, and the device reports so many bytes free, and in all.
-    fn left(self, reserved: Bytes, free: u64, total: u64) -> Bytes {
+    fn left(self, state: &State, free: u64, total: u64) -> Bytes {
         let floor = MAX_FLOOR.min(Bytes(total / FLOOR_PARTS));
-        let above = |reserve: Bytes| Bytes(free).saturating_sub(reserve);
+        let above = |reserve: Bytes| Bytes(free).saturating_sub(reserve).saturating_sub(state.pending);
         match self {
             Self::Nothing => Bytes::ZERO,
             Self::FreeLess(reserve) => above(reserve.max(floor)),
             Self::AtMost(most) => {
-                let left = most.saturating_sub(reserved);
+                let left = most.saturating_sub(state.reserved);
                 // A device that reports no memory at all does not tell.
                 if (free, total) == (0, 0) { left } else { left.min(above(floor)) }
             }
@@ -114,6 +130,9 @@ impl Drop for Reservation {
     fn drop(&mut self) {
         let mut state = self.owner.state();
         state.reserved = state.reserved.saturating_sub(self.bytes);
+        if self.is_pending {
+            state.pending = state.pending.saturating_sub(self.bytes);
+        }
     }
 }
 
@@ -160,7 +179,7 @@ mod tests {
 
     #[test]
     fn a_floor_stays_free_whatever_the_budget() {
-        let left = |limit: Limit, free_mib, total_mib| limit.left(Bytes::ZERO, free_mib * MIB, total_mib * MIB);
+        let left = |limit: Limit, free_mib, total_mib| limit.left(&State::default(), free_mib * MIB, total_mib * MIB);
         let mib = Bytes::from_mib;
         assert_eq!(left(Limit::AtMost(mib(8000)), 8000, 12_000), mib(8000 - 256));
         assert_eq!(left(Limit::AtMost(mib(4000)), 8000, 12_000), mib(4000), "there is more than that");
@@ -168,5 +187,30 @@ mod tests {
         assert_eq!(left(Limit::FreeLess(mib(1024)), 8000, 12_000), mib(8000 - 1024), "not both");
         assert_eq!(left(Limit::AtMost(mib(64)), 64, 64), mib(62), "a small device");
         assert_eq!(left(Limit::AtMost(mib(64)), 0, 0), mib(64), "a device that does not tell");
+    }
+
+    #[test]
+    fn what_is_reserved_and_not_allocated_yet_is_not_free() {
+        let mib = Bytes::from_mib;
+        let state = State { reserved: mib(1000), pending: mib(600), allowed: mib(0) };
+        let left = |limit: Limit| limit.left(&state, 8000 * MIB, 12_000 * MIB);
+        assert_eq!(left(Limit::FreeLess(mib(1024))), mib(8000 - 1024 - 600));
+        assert_eq!(left(Limit::AtMost(mib(4000))), mib(4000 - 1000), "the budget is the narrower bound");
+        assert_eq!(left(Limit::AtMost(mib(12_000))), mib(8000 - 256 - 600));
+    }
+
+    #[test]
+    fn what_is_pending_ends_with_the_allocation_or_the_reservation() {
+        let memory = memory(Limit::AtMost(Bytes(100)));
+        memory.plan();
+        let pending = || memory.state().pending;
+        let reserved = memory.reserve(Bytes(10)).unwrap();
+        let allocated = memory.allocate(Bytes(20), || Some(())).unwrap();
+        assert_eq!(pending(), Bytes(10));
+        assert!(memory.allocate(Bytes(5), || None::<()>).is_none());
+        assert_eq!(pending(), Bytes(10));
+        drop(allocated);
+        drop(reserved);
+        assert_eq!((pending(), memory.state().reserved), (Bytes::ZERO, Bytes::ZERO));
     }
 }

@@ -53,9 +53,9 @@ pub struct Upload<'a> {
 }
 
 /// What is copied to a device in the background goes in pieces of at most this size: 10 µs of a bus of 25 GB/s.
-const PIECE_BYTES: usize = 256 << 10;
+pub const PIECE_BYTES: usize = 256 << 10;
 /// And so many of them at a time.
-const PIECES_IN_FLIGHT: usize = 2;
+pub const PIECES_IN_FLIGHT: usize = 2;
 
 /// Bytes that are read back at each end of what was copied to a device, to see whether it has arrived.
 pub const PROBE_BYTES: usize = 64;

@@ -3,7 +3,6 @@
 use super::{BufferType, c_text, sys};
 use crate::{Error, Result};
 use std::borrow::Cow;
-use std::mem::MaybeUninit;
 use std::ptr::NonNull;
 
 /// The name that the plugin's device has.
@@ -67,18 +66,6 @@ impl Device {
         unsafe { c_text(sys::ggml_backend_reg_name(sys::ggml_backend_dev_backend_reg(self.as_raw()))) }
     }
 
-    /// Its PCI bus id, such as `0000:01:00.0`, if it tells.
-    pub fn bus_id(&self) -> Option<String> {
-        let mut props = MaybeUninit::<sys::ggml_backend_dev_props>::zeroed();
-        // SAFETY: the device is registered and fills the struct, for which all zeros are valid; the text lives as long as
-        // the device.
-        let id = unsafe {
-            sys::ggml_backend_dev_get_props(self.as_raw(), props.as_mut_ptr());
-            c_text(props.assume_init().device_id)
-        };
-        Some(id.into_owned()).filter(|id| !id.is_empty())
-    }
-
     /// The device's short name.
     pub fn name(&self) -> Cow<'static, str> {
         // SAFETY: the device is registered and lives as long as the process, and so does its name.
@@ -95,7 +82,13 @@ impl Device {
         Self::all().find(Self::is_local_gpu)
     }
 
-    fn is_local_gpu(&self) -> bool {
+    /// Whether it is of ggml's CUDA backend, by one of the names that it is built under.
+    pub fn is_of_cuda_backend(&self) -> bool {
+        ["CUDA", "ROCm", "MUSA"].contains(&&*self.registry_name())
+    }
+
+    /// Whether it is a discrete GPU of this machine.
+    pub fn is_local_gpu(&self) -> bool {
         self.kind() == sys::GGML_BACKEND_DEVICE_TYPE_GPU && !self.is_remote()
     }
 

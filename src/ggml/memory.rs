@@ -72,7 +72,7 @@ impl Memory {
     }
 
     /// The device's address of byte `offset`.
-    pub(super) fn address(&self, offset: usize) -> *mut c_void {
+    pub fn address(&self, offset: usize) -> *mut c_void {
         self.base.as_ptr().wrapping_byte_add(offset)
     }
 

@@ -26,7 +26,10 @@ pub(crate) mod testing;
 
 pub use abi::{COMMIT, RevisionCheck, check_host, is_commit, is_our_commit};
 pub use arena::{GraphBuilder, Inputs, TensorIndex};
-pub use backend::{AbortCallback, Backend, HostBlocks, PROBE_BYTES, PROBE_BYTES_PER_UPLOAD, Status, Upload};
+pub use backend::{
+    AbortCallback, Backend, HostBlocks, PIECE_BYTES, PIECES_IN_FLIGHT, PROBE_BYTES, PROBE_BYTES_PER_UPLOAD, Status,
+    Upload,
+};
 pub use buffer::{Buffer, BufferType};
 pub use device::Device;
 pub use graph::Graph;

@@ -9,7 +9,7 @@ use crate::device::Pool;
 use crate::ggml::{
     Backend, BufferType, Device, Graph, HostBlock, HostBlocks, PROBE_BYTES_PER_UPLOAD, Scratch, Status, Upload, sys,
 };
-use crate::moe::FfnTemplate;
+use crate::moe::{FfnTemplate, WeightShape};
 use crate::units::{Expert, Slot};
 use crate::{Error, Result};
 use std::sync::Arc;
@@ -27,6 +27,8 @@ pub struct HotLane {
     scratch: Option<Scratch>,
     inputs: Option<HostBlock>,
     outputs: Option<HostBlock>,
+    /// Experts on their way to the device while a token waits. Only page-locked: other memory would have to be copied again.
+    staged: Option<HostBlock>,
     /// Both ends of what was copied while a token waited, read back.
     probes: Option<HostBlock>,
     layers: Vec<HotLayer>,
@@ -106,6 +108,7 @@ impl HotLane {
             scratch: None,
             inputs: None,
             outputs: None,
+            staged: None,
             probes: None,
             layers: Vec::new(),
             backend,
@@ -182,10 +185,13 @@ impl HotLane {
     /// capture what a graph needs when they see it first. Returns how long the device takes for the smallest of them once it
     /// knows it, or the status with which it refused one. Remote devices are not asked: their time is `Duration::MAX`.
     pub fn warm_up(&mut self, layer: HotIndex, width: Width) -> Result<Result<Duration, Status>> {
-        let HotLayer { template, pool, max_rows, .. } = self.layers.get(layer.place).ok_or(UNKNOWN_LAYER)?;
-        let max_rows = *max_rows;
         if self.is_warm(layer, width) {
             return Ok(Ok(Duration::MAX));
+        }
+        let HotLayer { template, pool, max_rows, .. } = self.layers.get(layer.place).ok_or(UNKNOWN_LAYER)?;
+        let (template, pool, max_rows) = (template.clone(), pool.clone(), *max_rows);
+        if width == Width::OneToken {
+            self.make_staging(template.n_used * expert_bytes(&template));
         }
         if self.device.is_remote() {
             // No kernels are made here, and the host may be computing on the device at this moment.
@@ -205,7 +211,7 @@ impl HotLane {
         let again = std::iter::repeat_n(forms.first().copied(), TIMED_CALLS).flatten();
         for (n, form) in forms.iter().copied().chain(again).enumerate() {
             let start = Instant::now();
-            let status = self.compute_placeholders(layer, form)?;
+            let status = self.compute_once(layer, form)?;
             if status != sys::GGML_STATUS_SUCCESS {
                 return Ok(Err(status));
             }
@@ -217,7 +223,7 @@ impl HotLane {
         Ok(Ok(fastest))
     }
 
-    fn compute_placeholders(&mut self, layer: HotIndex, form: Form) -> Result<Status> {
+    fn compute_once(&mut self, layer: HotIndex, form: Form) -> Result<Status> {
         let layer = self.layers.get_mut(layer.place).ok_or(UNKNOWN_LAYER)?;
         let scratch = self.scratch.as_mut().ok_or(NO_SCRATCH)?;
         let prepared = layer.prepared(form, scratch, self.kind)?;
@@ -257,18 +263,31 @@ impl HotLane {
         let probes = sized(&mut self.probes, place, probes_bytes)?;
         let rows = template.input(split).ok_or(NOT_ITS_SPLIT)?;
         requests.write_inputs(inputs, prepared.input_offset, &template, (form, filler), &rows)?;
+        let staged = stage(&mut self.staged, split, &template, copies)?;
         let tensors = &prepared.weights;
-        let uploads =
-            copies.iter().flat_map(|&copy| template.weights.iter().zip(tensors).enumerate().map(move |w| (copy, w)));
-        let uploads = uploads.map(|((expert, slot), (index, (shape, &tensor)))| {
-            let len = shape.expert_bytes;
-            let bytes =
-                template.weight(split, index).and_then(|weight| weight.weight_bytes(usize::from(expert.0) * len, len));
-            let bytes = bytes.ok_or(Error::Contract("an expert whose bytes are not at hand"))?;
+        let of_copy = |n: usize| template.weights.iter().zip(tensors).enumerate().map(move |weight| (n, weight));
+        let uploads = (0..copies.len()).flat_map(of_copy).map(|(n, (index, (shape, &tensor)))| {
+            let ((expert, slot), len) = (copies[n], shape.expert_bytes);
+            let bytes = match staged {
+                Some(staged) => {
+                    let start = n * expert_bytes(&template) + bytes_of(&template.weights[..index]);
+                    staged.get(start..start + len).ok_or(NOT_AT_HAND)?
+                }
+                None => weight_of(&template, split, index, expert)?,
+            };
             Ok(Upload { tensor, offset: usize::from(slot.0) * len, bytes })
         });
         let blocks = HostBlocks { inputs, outputs, probes };
         self.backend.compute_while((&mut prepared.graph, scratch), uploads, prepared.output, blocks, meanwhile)
+    }
+
+    /// Page-locked memory of this many bytes for experts, if the device offers any.
+    fn make_staging(&mut self, bytes: usize) {
+        if self.staged.as_ref().is_some_and(|staged| staged.size() >= bytes) {
+            return;
+        }
+        let block = HostBlock::for_copies(self.device, bytes, self.pinned);
+        self.staged = block.ok().filter(|block| !block.is_pageable());
     }
 
     /// Whether experts of this layer can be copied while a token waits: the template's tensors are all that the pool holds,
@@ -302,9 +321,48 @@ impl HotLayer {
 
 /// How often a graph that is warm is timed.
 const TIMED_CALLS: usize = 2;
+const NOT_AT_HAND: Error = Error::Contract("an expert whose bytes are not at hand");
 const NO_SCRATCH: Error = Error::Contract("a hot lane without scratch memory");
 const NOT_ITS_SPLIT: Error = Error::Contract("a split that its template was not made from");
 const UNKNOWN_LAYER: Error = Error::Contract("a layer that the lane does not know");
+
+/// Bytes of one expert in all of the template's weights.
+fn expert_bytes(template: &FfnTemplate) -> usize {
+    bytes_of(&template.weights)
+}
+
+fn bytes_of(weights: &[WeightShape]) -> usize {
+    weights.iter().map(|shape| shape.expert_bytes).sum()
+}
+
+/// An expert's bytes in the template's weight number `index`.
+fn weight_of<'a>(template: &FfnTemplate, split: &'a Graph<'_>, index: usize, expert: Expert) -> Result<&'a [u8]> {
+    let len = template.weights.get(index).map_or(0, |shape| shape.expert_bytes);
+    let weight = template.weight(split, index);
+    weight.and_then(|weight| weight.weight_bytes(usize::from(expert.0) * len, len)).ok_or(NOT_AT_HAND)
+}
+
+/// Copies the bytes of these experts into the block, one after the other in the order in which they are sent. `None` if
+/// there is no block for them: they are sent from where they are.
+fn stage<'a>(
+    block: &'a mut Option<HostBlock>,
+    split: &Graph<'_>,
+    template: &FfnTemplate,
+    copies: &[(Expert, Slot)],
+) -> Result<Option<&'a [u8]>> {
+    let len = copies.len() * expert_bytes(template);
+    let Some(block) = block.as_mut().filter(|block| len > 0 && block.size() >= len) else { return Ok(None) };
+    block.write_with(len, |mut rest: &mut [u8]| -> Result<()> {
+        for &(expert, _) in copies {
+            for index in 0..template.weights.len() {
+                let bytes = weight_of(template, split, index, expert)?;
+                rest.split_off_mut(..bytes.len()).ok_or(NOT_AT_HAND)?.copy_from_slice(bytes);
+            }
+        }
+        Ok(())
+    })??;
+    block.bytes(len).map(Some)
+}
 
 /// The block, made larger if it is too small.
 fn sized(block: &mut Option<HostBlock>, (device, pinned): (Device, bool), bytes: usize) -> Result<&mut HostBlock> {

@@ -14,7 +14,7 @@ pub use table::{
 pub use values::{Budget, InvalidValue, Reserve, UpdateRate};
 
 use crate::units::MissRule;
-use host::{LLAMA_NO_HOST, NO_HOST, OFFLOAD_MIN_BATCH, OFFLOAD_MIN_BATCH_DEFAULT, is_yes, threshold};
+use host::{LLAMA_NO_HOST, NO_HOST, OFFLOAD_MIN_BATCH, OFFLOAD_MIN_BATCH_DEFAULT, UNIFIED_MEMORY, is_yes, threshold};
 use std::env;
 use std::ffi::{OsStr, OsString};
 use std::path::PathBuf;
@@ -70,6 +70,8 @@ pub struct Config {
     pub offload_min_batch: u32,
     /// Whether to keep away from page-locked host memory.
     pub no_host: bool,
+    /// Whether the memory of CUDA's devices is the host's too.
+    pub unified_memory: bool,
     /// See [`TEST_CLAIM_UNPLACED`].
     pub claim_unplaced: bool,
 }
@@ -98,6 +100,8 @@ impl Config {
             test_wait: reader.is_one(TEST_WAIT.variable),
             test_timings: reader.path(TEST_TIMINGS.variable),
             no_host: [NO_HOST, LLAMA_NO_HOST].iter().any(|name| reader.given(name).is_some_and(|value| is_yes(&value))),
+            // As ggml reads it: set to whatever.
+            unified_memory: (reader.lookup)(UNIFIED_MEMORY).is_some(),
             claim_unplaced: reader.is_one(TEST_CLAIM_UNPLACED.variable),
             offload_min_batch: (reader.lookup)(OFFLOAD_MIN_BATCH)
                 .map_or(OFFLOAD_MIN_BATCH_DEFAULT, |text| threshold(&text)),

@@ -4,9 +4,10 @@ use super::model::fetch_queue::FetchQueue;
 use crate::cache::{CopyCost, MissCosts};
 use crate::device::{DeviceMemory, Limit};
 use crate::ggml::{Device, Level, log};
+use crate::options::host::UNIFIED_MEMORY;
 use crate::options::{Budget, Config};
 use crate::units::Bytes;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
@@ -16,6 +17,11 @@ pub enum NoDevice {
     /// None was named, and none can be chosen.
     #[error("no GPU with memory of its own was found (--moe-hot-cache-device names another device)")]
     NoGpu,
+    /// It would be the host's memory.
+    #[error(
+        "the memory of {0} is the host's too ({UNIFIED_MEMORY} is set); --moe-hot-cache-device takes it all the same"
+    )]
+    Unified(String),
     /// The named one has no memory to hold anything in.
     #[error("{0} is no device that can hold experts")]
     HoldsNothing(String),
@@ -31,7 +37,12 @@ pub enum NoDevice {
 
 /// Chooses the device: the one that was named, else the first GPU of this machine with memory of its own.
 fn choose(config: &Config) -> Result<Device, NoDevice> {
-    let Some(name) = &config.device else { return Device::local_gpu().ok_or(NoDevice::NoGpu) };
+    let Some(name) = &config.device else {
+        let first = Device::local_gpu().ok_or(NoDevice::NoGpu)?;
+        let is_apart = |device: &Device| !(config.unified_memory && device.is_of_cuda_backend());
+        let apart = Device::all().find(|device| device.is_local_gpu() && is_apart(device));
+        return apart.ok_or_else(|| NoDevice::Unified(first.name().into_owned()));
+    };
     match Device::named(name) {
         Some(device) if device.buffer_type().is_some() && !device.is_ours() => Ok(device),
         Some(_) => Err(NoDevice::HoldsNothing(name.clone())),
@@ -49,9 +60,20 @@ pub struct HotDevice {
     costs: Mutex<MissCosts>,
     /// Calls of a layer between the decision on a copy and its landing: a moving average, in fractions of [`LAG_UNITS`].
     lag: AtomicU32,
+    /// Copies in the background that are under way to it, of all caches.
+    copies_in_flight: AtomicUsize,
     /// The queues of the caches that are on it.
     queues: Mutex<Vec<Weak<FetchQueue>>>,
     off: AtomicBool,
+}
+
+/// A copy in the background, from start to end.
+pub struct CopyUnderWay(Arc<HotDevice>);
+
+impl Drop for CopyUnderWay {
+    fn drop(&mut self) {
+        self.0.copies_in_flight.fetch_sub(1, Relaxed);
+    }
 }
 
 /// Fractions of a call that lags are kept in.
@@ -76,6 +98,7 @@ impl HotDevice {
             memory: Arc::new(DeviceMemory::new(device, limit)),
             costs: Mutex::default(),
             lag: AtomicU32::new(0),
+            copies_in_flight: AtomicUsize::new(0),
             queues: Mutex::default(),
             off: AtomicBool::new(false),
         }
@@ -140,9 +163,43 @@ impl HotDevice {
         }
     }
 
+    /// Counts a copy in the background until the answer is dropped.
+    pub fn copy_starts(self: &Arc<Self>) -> CopyUnderWay {
+        self.copies_in_flight.fetch_add(1, Relaxed);
+        CopyUnderWay(self.clone())
+    }
+
+    /// Whether copies in the background are under way.
+    pub fn has_copies_in_flight(&self) -> bool {
+        self.copies_in_flight.load(Relaxed) > 0
+    }
+
     /// What a copy in the background costs, for admission; `None` as long as nothing was measured.
     pub fn copy_cost(&self) -> Option<CopyCost> {
         let price = self.costs().copy_in_misses()?;
         Some(CopyCost { price, lag: self.lag.load(Relaxed) / LAG_UNITS })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::copy::testing::in_a_process_of_its_own;
+    use crate::ggml::test_devices::register_cuda_lookalike;
+    use crate::ggml::testing::load_cpu;
+
+    #[test]
+    fn memory_that_cuda_shares_with_the_host_is_taken_only_if_named() {
+        in_a_process_of_its_own(|| {
+            load_cpu();
+            let device = register_cuda_lookalike();
+            let config = |unified, named: bool| {
+                let variables = |name: &str| (unified && name == UNIFIED_MEMORY).then(Default::default);
+                Config { device: named.then(|| "CUDA0".into()), ..Config::from_lookup(variables) }
+            };
+            assert!(choose(&config(false, false)) == Ok(device));
+            assert!(choose(&config(true, false)) == Err(NoDevice::Unified("CUDA0".into())));
+            assert!(choose(&config(true, true)) == Ok(device));
+        });
     }
 }

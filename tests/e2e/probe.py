@@ -27,6 +27,7 @@ class Result:
     expert_counts: dict = field(repr=False)  # {layer: {batch class: {"calls", "experts"}}}, when asked for
     log: str = field(repr=False)
     folder: Path
+    waits: list = field(repr=False, default_factory=list)  # {"waits", "blocking_copies"} so far, for each step `note_waits`
     out_file: Path | None = None  # where the plugin was asked to record
 
     @property
@@ -63,6 +64,10 @@ def unload(model: int = 0) -> dict:
 
 def load(model: int = 0) -> dict:
     return {"op": "load", "model": model}
+
+
+def note_waits() -> dict:
+    return {"op": "note_waits"}
 
 
 def setting(name: str, value: int) -> dict:
@@ -137,7 +142,13 @@ class Probe:
         result = json.loads((folder / "result.json").read_text())
         logits = (folder / "logits.bin").read_bytes()
         return Result(
-            result["batches"], logits, result["devices"], result.get("expert_counts", {}), log.read_text(), folder
+            result["batches"],
+            logits,
+            result["devices"],
+            result.get("expert_counts", {}),
+            log.read_text(),
+            folder,
+            result["waits"],
         )
 
 

@@ -6,7 +6,7 @@
 // RUN.json (all but "model" and "steps" may be left out):
 //   {"model": PATH, "load_mode": "mmap" | "none", "n_gpu_layers": 0, "rpc": "127.0.0.1:PORT", "device": NAME,
 //    "experts_on": NAME, "cpu_moe": true, "repack": false, "contexts": 1, "n_ctx": 1024, "n_ubatch": 512, "n_seq": 1, "kv_unified": true,
-//    "n_threads": 2, "count_experts": false, "embeddings": false, "lora": PATH, "more_models": [PATH, ...],
+//    "n_threads": 2, "count_experts": false, "count_waits": NAME, "embeddings": false, "lora": PATH, "more_models": [PATH, ...],
 //    "steps": [STEP, ...]}
 // Model 0 has the contexts; each of "more_models" has one more, numbered after those, and no adapter.
 // STEP, on context "context" (0):
@@ -16,12 +16,15 @@
 //                                                            that is loaded or unloaded
 //   {"op": "unload", "model": 0}                             with its contexts
 //   {"op": "load", "model": 0}                               again, with new contexts
+//   {"op": "note_waits"}                                     adds what the device of "count_waits" has made others wait
+//                                                            so far to the result's "waits"
 // Where FakeDevice (tests/fake-device) is loaded; elsewhere they do nothing:
 //   {"op": "set", "name": "hold_writes", "value": 0}         changes a setting
 //   {"op": "until", "counter": "set_async_calls", "least": 9} waits until so much is counted
 
 #include "ggml-backend.h"
 #include "llama.h"
+#include "waits.h"
 
 #include "nlohmann/json.hpp"
 
@@ -369,10 +372,12 @@ private:
 // What a step leaves: one record per decoded batch, and the logits in the same order.
 struct Output {
     json batches = json::array();
+    json waits   = json::array();
     std::vector<float> logits;
 
     void append(const Output & other) {
         batches.insert(batches.end(), other.batches.begin(), other.batches.end());
+        waits.insert(waits.end(), other.waits.begin(), other.waits.end());
         logits.insert(logits.end(), other.logits.begin(), other.logits.end());
     }
 };
@@ -489,6 +494,12 @@ Output run_step(Host & host, const json & step) {
         wait_until(step.at("counter"), step.at("least"));
         return {};
     }
+    if (op == "note_waits") {
+        const Waits so_far = waits_so_far();
+        Output out;
+        out.waits.push_back({{"waits", so_far.waits}, {"blocking_copies", so_far.blocking_copies}});
+        return out;
+    }
     Session & session = host.session(step.value("context", 0));
     if (op == "greedy") {
         return greedy(session, step.at("sequences"), step.at("n"));
@@ -540,11 +551,14 @@ void write_file(const std::filesystem::path & path, const char * data, size_t si
 void run(const json & run, const std::filesystem::path & out_dir) {
     ExpertCounter counter;
     const bool count_experts = run.value("count_experts", false);
+    if (run.contains("count_waits")) {
+        count_waits(run.at("count_waits"));
+    }
 
     Host host(run, count_experts ? &counter : nullptr);
     const Output output = run_steps(host, run.at("steps"));
 
-    json result = {{"devices", device_names()}, {"batches", output.batches}};
+    json result = {{"devices", device_names()}, {"batches", output.batches}, {"waits", output.waits}};
     if (count_experts) {
         result["expert_counts"] = counter.to_json();
     }

@@ -1,17 +1,16 @@
 //! The driver's functions that we use, loaded at run time, with every answer checked. What is made here is destroyed on
 //! drop; for that, and for every other use, its context must be current.
 
-use super::DeviceId;
 use crate::{Error, Result};
 use cudarc::driver::{DriverError, result, sys};
-use std::ffi::c_void;
+use std::ffi::{c_int, c_void};
 use std::ptr::NonNull;
 
 /// What cudarc looks up in the driver for us.
 pub(super) const FUNCTIONS: [&str; 17] = [
     "cuInit",
+    "cuPointerGetAttribute",
     "cuDeviceGet",
-    "cuDeviceGetByPCIBusId",
     "cuDevicePrimaryCtxRetain",
     "cuDevicePrimaryCtxRelease_v2",
     "cuCtxSetCurrent",
@@ -67,19 +66,16 @@ pub(super) struct Context {
 unsafe impl Send for Context {}
 
 impl Context {
-    /// Current on this thread when it returns.
-    pub(super) fn new(id: &DeviceId) -> Result<Self> {
+    /// That of the device whose memory is at `address`. Current on this thread when it returns.
+    pub(super) fn of(address: usize) -> Result<Self> {
         load()?;
-        let device = match id {
-            DeviceId::Ordinal(ordinal) => checked("cuDeviceGet", result::device::get(*ordinal))?,
-            DeviceId::Bus(bus) => {
-                let mut device = 0;
-                // SAFETY: a place for the answer, and a NUL-terminated string.
-                let code = unsafe { sys::cuDeviceGetByPCIBusId(&mut device, bus.as_ptr()) };
-                checked("cuDeviceGetByPCIBusId", code.result())?;
-                device
-            }
-        };
+        let attribute = sys::CUpointer_attribute::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL;
+        let mut ordinal: c_int = 0;
+        // SAFETY: a place for the answer, which is an int for this attribute; the driver looks the address up and no more.
+        let code =
+            unsafe { sys::cuPointerGetAttribute((&raw mut ordinal).cast(), attribute, address as sys::CUdeviceptr) };
+        checked("cuPointerGetAttribute", code.result())?;
+        let device = checked("cuDeviceGet", result::device::get(ordinal))?;
         // SAFETY: the driver has just named the device.
         let raw = checked("cuDevicePrimaryCtxRetain", unsafe { result::primary_ctx::retain(device) })?;
         let context = Self { device, raw };

@@ -1,14 +1,14 @@
-//! The engine: a copy is one transaction of a host-to-device copy for each tensor, a read-back of its ends, and one event.
+//! The engine: a copy is one transaction of host-to-device copies and a read-back of its ends. It goes in pieces, few at a
+//! time, with an event for each: the bus is everybody's, and the rows of a token wait behind what is under way.
 //!
 //! The driver offers no wait with a limit, so events are asked for in short intervals: what is waited for is another
 //! device, which wakes nobody. After a failure nothing is started any more; whatever the device may still use is then kept
 //! for the life of the process.
 
-use super::DeviceId;
-use super::driver::{Context, Stream};
+use super::driver::{Context, Event, Stream};
 use super::staging::Block;
 use crate::device::copy::{COPY_TIMEOUT, Copy, CopyEngine, Outcome, Read, Started};
-use crate::ggml::{Level, log};
+use crate::ggml::{Level, PIECES_IN_FLIGHT, log};
 use crate::{Error, Result};
 use std::collections::VecDeque;
 use std::mem::ManuallyDrop;
@@ -27,6 +27,10 @@ struct InFlight {
     block: Block,
     /// When its turn came.
     since: Instant,
+    /// Bytes that have been sent.
+    sent: usize,
+    /// With which piece it ends; `None` as long as that has not been sent.
+    ends_with: Option<u64>,
 }
 
 /// All that the device may use while copies are in flight. The context is dropped last.
@@ -36,6 +40,10 @@ struct Queue {
     in_flight: VecDeque<InFlight>,
     /// Reported or refused, but perhaps still used by the device.
     not_reusable: Vec<InFlight>,
+    /// Reached when a piece has ended, by the piece's number.
+    events: [Event; PIECES_IN_FLIGHT],
+    pieces_sent: u64,
+    pieces_ended: u64,
     timeout: Duration,
     has_failed: bool,
     has_lost: bool,
@@ -53,16 +61,27 @@ impl InFlight {
 }
 
 impl CudaEngine {
-    /// An engine for experts of up to `expert_bytes`. Staging is page-locked if `pinned` and if the driver can.
-    pub fn new(id: &DeviceId, expert_bytes: usize, pinned: bool) -> Result<Self> {
-        let context = Context::new(id)?;
+    /// An engine for experts of up to `expert_bytes`, on the device whose memory is at `address`. Staging is page-locked if
+    /// `pinned` and if the driver can.
+    pub fn new(address: usize, expert_bytes: usize, pinned: bool) -> Result<Self> {
+        let context = Context::of(address)?;
         let stream = Stream::new()?;
+        let events = [Event::new()?, Event::new()?];
         let free = Block::allocate_all(expert_bytes, pinned)?;
         let (in_flight, not_reusable) = (VecDeque::with_capacity(free.len()), Vec::with_capacity(free.len()));
-        let timeout = COPY_TIMEOUT;
-        let queue =
-            Queue { free, in_flight, not_reusable, timeout, has_failed: false, has_lost: false, stream, context };
-        Ok(Self(ManuallyDrop::new(queue)))
+        Ok(Self(ManuallyDrop::new(Queue {
+            free,
+            in_flight,
+            not_reusable,
+            events,
+            pieces_sent: 0,
+            pieces_ended: 0,
+            timeout: COPY_TIMEOUT,
+            has_failed: false,
+            has_lost: false,
+            stream,
+            context,
+        })))
     }
 
     /// The same with another limit than [`COPY_TIMEOUT`].
@@ -85,19 +104,13 @@ impl CopyEngine for CudaEngine {
             queue.free.push(block);
             return Started::Unreadable;
         }
-        let sent = queue.send(&copy, &mut block);
-        let copy = InFlight { copy, block, since: Instant::now() };
-        match sent {
-            Ok(()) => {
-                queue.in_flight.push_back(copy);
-                Started::Yes
-            }
-            Err(error) => {
-                // Some of its tensors may be on their way.
-                queue.fail(copy, &error);
-                Started::Refused
-            }
+        queue.in_flight.push_back(InFlight { copy, block, since: Instant::now(), sent: 0, ends_with: None });
+        let Err(error) = queue.advance() else { return Started::Yes };
+        if let Some(copy) = queue.in_flight.pop_back() {
+            // Some of it may be on its way.
+            queue.fail(copy, &error);
         }
+        Started::Refused
     }
 
     fn in_flight(&self) -> usize {
@@ -146,18 +159,44 @@ impl CopyEngine for CudaEngine {
 }
 
 impl Queue {
-    fn send(&self, copy: &Copy, block: &mut Block) -> Result<()> {
+    /// Sees which pieces have ended, and sends as many as may be on their way.
+    fn advance(&mut self) -> Result<()> {
         self.context.make_current()?;
-        let ranges = copy.target.ranges(copy.slot.0).ok_or(Error::Contract("a slot that the pool does not have"))?;
-        // SAFETY: the ranges lie in the pool, which the copy keeps alive, and in a slot that is nobody else's until the copy is
-        // reported. Copy and block are kept until the event is reached, or else for the life of the process.
-        unsafe { block.send(&self.stream, copy.target.expert_bytes(), ranges) }
+        while self.pieces_ended < self.pieces_sent && event_of(&self.events, self.pieces_ended).is_reached()? {
+            self.pieces_ended += 1;
+        }
+        while !self.has_failed && self.pieces_sent - self.pieces_ended < PIECES_IN_FLIGHT as u64 {
+            let Some(InFlight { copy, block, sent, ends_with, .. }) =
+                self.in_flight.iter_mut().find(|copy| copy.ends_with.is_none())
+            else {
+                break;
+            };
+            let len = copy.target.expert_bytes();
+            let ranges =
+                copy.target.ranges(copy.slot.0).ok_or(Error::Contract("a slot that the pool does not have"))?;
+            // SAFETY: the ranges lie in the pool, which the copy keeps alive, and in a slot that is nobody else's until the
+            // copy is reported. Copy and block are kept until the last piece has ended, or else for the life of the process.
+            *sent = unsafe { block.send_piece(&self.stream, len, *sent, ranges) }?;
+            self.stream.record(event_of(&self.events, self.pieces_sent))?;
+            if *sent == len {
+                *ends_with = Some(self.pieces_sent);
+            }
+            self.pieces_sent += 1;
+        }
+        Ok(())
     }
 
-    fn oldest_has_ended(&self, limit: Duration) -> Result<bool> {
-        let Some(oldest) = self.in_flight.front() else { return Ok(false) };
-        self.context.make_current()?;
-        within(limit, || oldest.block.event.is_reached())
+    fn oldest_has_ended(&mut self, limit: Duration) -> Result<bool> {
+        within(limit, || {
+            self.advance()?;
+            match self.in_flight.front().map(|oldest| oldest.ends_with) {
+                Some(Some(last)) => Ok(self.pieces_ended > last),
+                Some(None) if self.has_failed => {
+                    Err(Error::Cuda { call: "a copy", reason: "one before it has failed".into() })
+                }
+                _ => Ok(false),
+            }
+        })
     }
 
     /// Nothing is started after this. What users are told is for the caller.
@@ -168,14 +207,24 @@ impl Queue {
     }
 
     /// Waits until the device uses nothing of it any more; `false` if that cannot be known.
-    fn is_idle_in_time(&self) -> bool {
+    fn is_idle_in_time(&mut self) -> bool {
         let limit = if self.has_lost { Duration::ZERO } else { self.timeout };
-        self.context.make_current().and_then(|()| within(limit, || self.stream.is_idle())).unwrap_or(false)
+        let is_idle = || {
+            self.advance()?;
+            let is_sent = self.has_failed || self.in_flight.iter().all(|copy| copy.ends_with.is_some());
+            Ok(is_sent && self.stream.is_idle()?)
+        };
+        within(limit, is_idle).unwrap_or(false)
     }
 }
 
+/// That of a piece: it was another one's before, which has ended.
+fn event_of(events: &[Event; PIECES_IN_FLIGHT], piece: u64) -> &Event {
+    &events[(piece % PIECES_IN_FLIGHT as u64) as usize]
+}
+
 /// Asks until it is so, or until `limit` is over.
-fn within(limit: Duration, is_so: impl Fn() -> Result<bool>) -> Result<bool> {
+fn within(limit: Duration, mut is_so: impl FnMut() -> Result<bool>) -> Result<bool> {
     let begin = Instant::now();
     loop {
         if is_so()? {

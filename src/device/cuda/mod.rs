@@ -14,34 +14,13 @@ pub(crate) mod tests;
 pub use engine::CudaEngine;
 
 use crate::device::copy::CopyEngine;
-use crate::ggml::Device;
+use crate::ggml::{Device, Memory};
 use crate::{Error, Result};
-use std::ffi::{CString, c_int};
 
-/// ggml's registry of CUDA devices, and the beginning of its devices' names (`GGML_CUDA_NAME`; HIP and MUSA have others).
+/// ggml's registry of CUDA devices (HIP and MUSA have others).
 const CUDA: &str = "CUDA";
-
-/// Which of the driver's devices a ggml device is.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum DeviceId {
-    /// By its PCI bus id, such as `0000:01:00.0`.
-    Bus(CString),
-    /// By its number, which is the same for ggml and the driver in one process.
-    Ordinal(c_int),
-}
-
-impl DeviceId {
-    /// Reads ggml's name for a device (`CUDA0`) and its bus id, if it tells that.
-    pub fn read(name: &str, bus_id: Option<&str>) -> Result<Self> {
-        let unknown = || Error::Cuda { call: "finding the device", reason: format!("{name} is of no known form") };
-        if let Some(id) = bus_id.and_then(|id| id.split("-v").next()) {
-            // What ggml adds to tell virtual devices apart is gone.
-            return CString::new(id).map(Self::Bus).map_err(|_| unknown());
-        }
-        let ordinal = name.strip_prefix(CUDA).and_then(|number| number.parse().ok());
-        ordinal.map(Self::Ordinal).ok_or_else(unknown)
-    }
-}
+/// Enough for an address.
+const SAMPLE_BYTES: usize = 256;
 
 /// An engine for experts of up to `expert_bytes` on a CUDA device; `None` for any other device.
 ///
@@ -50,7 +29,13 @@ pub fn engine_for(device: Device, expert_bytes: usize, pinned: bool) -> Option<R
     if device.registry_name() != CUDA {
         return None;
     }
-    let id = DeviceId::read(&device.name(), device.bus_id().as_deref());
-    let engine = id.and_then(|id| CudaEngine::new(&id, expert_bytes, pinned));
+    let engine = sample(device).and_then(|sample| CudaEngine::new(sample.address(0) as usize, expert_bytes, pinned));
     Some(engine.map(|engine| Box::new(engine) as Box<dyn CopyEngine>))
+}
+
+/// A little of the device's memory: the driver knows whose it is. Names and bus ids do not tell: parts of one GPU (MIG, and
+/// ggml's virtual devices) share them.
+fn sample(device: Device) -> Result<Memory> {
+    let memory = device.buffer_type().and_then(|kind| Memory::allocate(kind, SAMPLE_BYTES));
+    memory.ok_or(Error::Ggml("a little of the device's memory"))
 }

@@ -1,12 +1,11 @@
-//! Staging blocks: host memory for one expert each, page-locked where that can be had, the event of its copy, and memory for
-//! what is read back of it.
+//! Staging blocks: host memory for one expert each, page-locked where that can be had, and memory for what is read back of it.
 
-use super::driver::{Event, PageLocked, Stream};
+use super::driver::{PageLocked, Stream};
 use crate::Error;
 use crate::Result;
 use crate::device::copy;
 use crate::device::copy::staging_blocks;
-use crate::ggml::{BufferType, HostBlock, Level, PROBE_BYTES, log};
+use crate::ggml::{BufferType, HostBlock, Level, PIECE_BYTES, PROBE_BYTES, log};
 
 enum Memory {
     PageLocked(PageLocked),
@@ -18,8 +17,6 @@ pub(super) struct Block {
     memory: Memory,
     /// What was read back: both ends of each tensor, [`PROBE_BYTES`] each.
     read_back: PageLocked,
-    /// Reached when the device has read the block and written what is read back.
-    pub(super) event: Event,
 }
 
 /// Tensors of an expert that a block has room to read back at first.
@@ -36,7 +33,7 @@ impl Block {
                 None => Memory::pageable(size)?,
             });
         }
-        let block = |memory| Ok(Self { memory, read_back: read_back_memory(TENSORS)?, event: Event::new()? });
+        let block = |memory| Ok(Self { memory, read_back: read_back_memory(TENSORS)? });
         memories.into_iter().map(block).collect()
     }
 
@@ -85,28 +82,38 @@ fn read_back_memory(n_tensors: usize) -> Result<PageLocked> {
 }
 
 impl Block {
-    /// Sends the staged expert to these addresses of the device (address and length of each tensor, in the order of the
-    /// staged bytes), reads both ends of each tensor back, and has the block's event reached after that.
+    /// Sends the next piece of the staged expert, `len` bytes of which the first `from` have been sent, to these addresses of
+    /// the device (address and length of each tensor, in the order of the staged bytes). After the last piece reads both ends
+    /// of each tensor back. Returns how many bytes have been sent now.
     ///
     /// # Safety
-    /// The block and the device's memory at `targets` live, and are used by nobody else, until the event is reached or the
-    /// stream is idle.
-    pub(super) unsafe fn send(
+    /// The block and the device's memory at `targets` live, and are used by nobody else, until an event is reached that is
+    /// recorded after the last piece, or the stream is idle.
+    pub(super) unsafe fn send_piece(
         &mut self,
         stream: &Stream,
         len: usize,
+        from: usize,
         targets: impl Iterator<Item = (usize, usize)> + Clone,
-    ) -> Result<()> {
+    ) -> Result<usize> {
         let n_tensors = targets.clone().count();
-        if self.read_back.bytes().len() < 2 * PROBE_BYTES * n_tensors {
+        if from == 0 && self.read_back.bytes().len() < 2 * PROBE_BYTES * n_tensors {
             self.read_back = read_back_memory(n_tensors)?;
         }
-        let mut rest = self.bytes(len)?;
-        for (address, len) in targets.clone() {
-            let (bytes, after) = rest.split_at(len);
-            // SAFETY: the caller's promise.
-            unsafe { stream.copy_to_device(address, bytes) }?;
-            rest = after;
+        let to = len.min(from.saturating_add(PIECE_BYTES));
+        let staged = self.bytes(len)?;
+        let mut start = 0;
+        for (address, tensor_len) in targets.clone() {
+            let range = from.max(start)..to.min(start + tensor_len);
+            if !range.is_empty() {
+                let address = address + (range.start - start);
+                // SAFETY: the caller's promise.
+                unsafe { stream.copy_to_device(address, &staged[range]) }?;
+            }
+            start += tensor_len;
+        }
+        if to < len {
+            return Ok(to);
         }
         for (tensor, (address, len)) in targets.enumerate() {
             for (end, (offset, probe)) in ends(len).into_iter().enumerate() {
@@ -115,10 +122,10 @@ impl Block {
                 unsafe { stream.copy_to_host(self.read_back.start().byte_add(place), address + offset, probe) }?;
             }
         }
-        stream.record(&self.event)
+        Ok(to)
     }
 
-    /// Whether what was read back is what was staged. To be asked once the event is reached. `lens`: bytes of each tensor.
+    /// Whether what was read back is what was staged. To be asked once the last piece has ended. `lens`: bytes of each tensor.
     pub(super) fn has_arrived(&self, len: usize, lens: impl Iterator<Item = usize>) -> Result<bool> {
         let mut rest = self.bytes(len)?;
         for (tensor, len) in lens.enumerate() {

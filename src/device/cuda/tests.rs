@@ -2,7 +2,7 @@
 //! can fail. "Device memory" is ggml's CPU memory. Each test that loads a driver has a process of its own.
 
 use super::driver::FUNCTIONS;
-use super::{CudaEngine, DeviceId, engine_for};
+use super::{CudaEngine, engine_for};
 use crate::device::copy::testing::{
     LONG, Subject, Target, beside_this_program, failing, hanging, hanging_unseen, healthy, in_a_process_of_its_own,
     run_again, search_path, slow, start, tensor, test_of,
@@ -10,7 +10,7 @@ use crate::device::copy::testing::{
 use crate::device::copy::{CopyEngine, Outcome, Started, staging_blocks};
 use crate::ggml::test_devices::{keep_log, logged, register_cuda_lookalike};
 use crate::ggml::testing::load_cpu;
-use crate::ggml::{Device, sys as ggml};
+use crate::ggml::{Device, PIECE_BYTES, PIECES_IN_FLIGHT, sys as ggml};
 use cudarc::driver::sys;
 use std::ffi::{CString, c_char};
 use std::os::unix::fs::symlink;
@@ -19,7 +19,8 @@ use std::time::{Duration, Instant};
 
 /// What a block reads back at most: both ends of eight tensors.
 const READ_BACK_BYTES: u64 = 2 * 64 * 8;
-const FIRST: DeviceId = DeviceId::Ordinal(0);
+/// An address: the fake driver says whose memory all addresses are, whatever they are.
+const SOME: usize = 0x1000;
 
 /// Runs `test` again where `library`, one that cargo has built for this program, is found as CUDA's driver.
 pub(crate) fn with_library(library: &str, test: &str, body: impl FnOnce()) {
@@ -83,11 +84,11 @@ fn subject_of<'a>(make: &'a dyn Fn(usize, Duration) -> Box<dyn CopyEngine>) -> S
 }
 
 fn page_locked(bytes: usize, timeout: Duration) -> Box<dyn CopyEngine> {
-    Box::new(CudaEngine::new(&FIRST, bytes, true).unwrap().with_timeout(timeout))
+    Box::new(CudaEngine::new(SOME, bytes, true).unwrap().with_timeout(timeout))
 }
 
 fn pageable(bytes: usize, timeout: Duration) -> Box<dyn CopyEngine> {
-    Box::new(CudaEngine::new(&FIRST, bytes, false).unwrap().with_timeout(timeout))
+    Box::new(CudaEngine::new(SOME, bytes, false).unwrap().with_timeout(timeout))
 }
 
 fn layer() -> Target {
@@ -331,23 +332,23 @@ fn an_engine_that_cannot_be_made_leaves_nothing_behind() {
     FakeDriver::with(|driver| {
         let faults = [
             ("cuInit", 1, "NO_DEVICE"),
+            ("cuPointerGetAttribute", 1, "UNKNOWN"),
             ("cuDeviceGet", 1, "INVALID_DEVICE"),
             ("cuDevicePrimaryCtxRetain", 1, "OUT_OF_MEMORY"),
             ("cuCtxSetCurrent", 1, "INVALID_CONTEXT"),
             ("cuStreamCreate", 1, "UNKNOWN"),
             ("cuEventCreate", 1, "UNKNOWN"),
-            ("cuEventCreate", 4, "UNKNOWN"),
+            ("cuEventCreate", 2, "UNKNOWN"),
         ];
         for (function, nth, answer) in faults {
             driver.set(&format!("fault_{function}"), nth);
-            let error = CudaEngine::new(&FIRST, 1 << 20, true).err().unwrap().to_string();
+            let error = CudaEngine::new(SOME, 1 << 20, true).err().unwrap().to_string();
             assert_eq!(error, format!("CUDA: {function}: CUDA_ERROR_{answer}"));
             driver.assert_nothing_is_left();
         }
-        assert!(CudaEngine::new(&DeviceId::Ordinal(7), 1, true).is_err());
-        assert!(CudaEngine::new(&DeviceId::Bus(c"0000:99:00.0".into()), 1, true).is_err());
+        driver.set("owner", 7);
+        assert!(CudaEngine::new(SOME, 1, true).is_err());
         driver.assert_nothing_is_left();
-        drop(CudaEngine::new(&DeviceId::Bus(c"0000:01:00.0".into()), 1, true).unwrap());
     });
 }
 
@@ -356,7 +357,10 @@ fn an_engine_that_cannot_be_made_leaves_nothing_behind() {
 fn engines_of_two_devices_share_a_thread() {
     FakeDriver::with(|driver| {
         let target = layer();
-        let mut engines = [0, 1].map(|ordinal| CudaEngine::new(&DeviceId::Ordinal(ordinal), 1 << 20, true).unwrap());
+        let mut engines = [0, 1].map(|ordinal| {
+            driver.set("owner", ordinal);
+            CudaEngine::new(SOME, 1 << 20, true).unwrap()
+        });
         for id in 0..6 {
             engines.iter_mut().for_each(|engine| assert_eq!(put(engine, &target, id), Started::Yes));
             engines.iter_mut().for_each(|engine| assert_eq!(engine.wait(LONG), Some((id, Outcome::Whole))));
@@ -367,14 +371,41 @@ fn engines_of_two_devices_share_a_thread() {
 }
 
 #[test]
-fn a_ggml_device_of_cudas_is_found_by_its_bus_id() {
+fn a_ggml_device_is_found_by_whose_its_memory_is() {
     FakeDriver::with(|driver| {
         let device = register_cuda_lookalike();
-        assert_eq!(device.bus_id().as_deref(), Some("0000:02:00.0"));
+        // It is called CUDA0, and is the driver's second.
+        driver.set("owner", 1);
         let make = |bytes: usize, _| engine_for(device, bytes, true).unwrap().unwrap();
         healthy(&Subject { make: &make, device });
-        assert!(driver.stat("cuDeviceGetByPCIBusId") > 0);
-        assert_eq!(driver.stat("cuDeviceGet"), u64::MAX);
+        assert!(driver.stat("cuPointerGetAttribute") > 0);
+        let engine = make(1, LONG);
+        assert_eq!((driver.stat("contexts_of_0"), driver.stat("contexts_of_1")), (0, 1));
+        drop(engine);
+        driver.assert_nothing_is_left();
+    });
+}
+
+#[test]
+fn an_expert_goes_in_pieces_few_at_a_time() {
+    FakeDriver::with(|driver| {
+        let mib = [tensor(ggml::GGML_TYPE_F32, &[512, 512]), tensor(ggml::GGML_TYPE_F32, &[512, 100])];
+        let target = Target::new(Device::cpu().unwrap(), &mib, 4);
+        let mut engine = page_locked(target.expert_bytes(), LONG);
+        driver.set("latency_us", 1000);
+        let mut expected = target.zeros();
+        for id in 0..3 {
+            assert_eq!(put(&mut *engine, &target, id), Started::Yes);
+            expected.put(id as u16, &target.expert(id));
+        }
+        for id in 0..2 {
+            assert_eq!(engine.wait(LONG), Some((id, Outcome::Whole)));
+        }
+        // The last one is sent to its end while the engine is dropped.
+        drop(engine);
+        target.assert_holds(&expected);
+        assert_eq!(driver.stat("largest_copy"), PIECE_BYTES as u64);
+        assert_eq!(driver.stat("most_queued"), (PIECES_IN_FLIGHT * PIECE_BYTES) as u64);
         driver.assert_nothing_is_left();
     });
 }
@@ -383,11 +414,10 @@ fn a_ggml_device_of_cudas_is_found_by_its_bus_id() {
 fn every_driver_function_that_must_be_there_is_used() {
     FakeDriver::with(|driver| {
         let target = layer();
-        for id in [FIRST, DeviceId::Bus(c"0000:01:00.0".into())] {
-            let mut engine = CudaEngine::new(&id, target.expert_bytes(), true).unwrap();
-            assert_eq!(put(&mut engine, &target, 0), Started::Yes);
-            assert_eq!(engine.wait(LONG), Some((0, Outcome::Whole)));
-        }
+        let mut engine = CudaEngine::new(SOME, target.expert_bytes(), true).unwrap();
+        assert_eq!(put(&mut engine, &target, 0), Started::Yes);
+        assert_eq!(engine.wait(LONG), Some((0, Outcome::Whole)));
+        drop(engine);
         for function in FUNCTIONS {
             assert_ne!(driver.stat(function), u64::MAX, "{function}");
         }
@@ -400,11 +430,11 @@ fn without_a_driver_there_is_no_engine() {
         load_cpu();
         // SAFETY: at most loads the system's driver.
         let has_driver = unsafe { sys::is_culib_present() };
-        match CudaEngine::new(&DeviceId::Ordinal(i32::MAX), 1, true) {
+        match CudaEngine::new(SOME, 1, true) {
             Err(error) => {
                 assert!(has_driver || error.to_string() == "CUDA: loading libcuda.so: there is no CUDA driver")
             }
-            Ok(_) => panic!("there is no such device"),
+            Ok(_) => panic!("this is no device's memory"),
         }
     });
 }
@@ -412,7 +442,7 @@ fn without_a_driver_there_is_no_engine() {
 #[test]
 fn a_library_that_is_no_driver_is_refused() {
     let test = || {
-        let error = CudaEngine::new(&FIRST, 1, true).err().unwrap();
+        let error = CudaEngine::new(SOME, 1, true).err().unwrap();
         assert_eq!(error.to_string(), "CUDA: loading libcuda.so: it has no cuInit");
     };
     with_library("libggml_fake.so", test_of(&test), test);
@@ -422,17 +452,4 @@ fn a_library_that_is_no_driver_is_refused() {
 fn other_devices_have_no_cuda_engine() {
     load_cpu();
     assert!(engine_for(Device::cpu().unwrap(), 1, true).is_none());
-    assert_eq!(Device::cpu().unwrap().bus_id(), None);
-}
-
-#[test]
-fn places_are_read_from_bus_ids_first() {
-    let bus = |id: &str| DeviceId::Bus(CString::new(id).unwrap());
-    assert_eq!(DeviceId::read("CUDA3", None).unwrap(), DeviceId::Ordinal(3));
-    assert_eq!(DeviceId::read("CUDA3", Some("0000:01:00.0")).unwrap(), bus("0000:01:00.0"));
-    assert_eq!(DeviceId::read("CUDA1", Some("0000:01:00.0-v1")).unwrap(), bus("0000:01:00.0"));
-    for name in ["CUDA", "CUDA0x", "ROCm0", ""] {
-        assert!(DeviceId::read(name, None).is_err(), "{name}");
-    }
-    assert!(DeviceId::read("CUDA0", Some("a\0b")).is_err());
 }

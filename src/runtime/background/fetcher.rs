@@ -4,6 +4,7 @@
 
 use super::Cached;
 use crate::device::copy::{COPY_TIMEOUT, Copy, CopyEngine, Outcome, Started};
+use crate::runtime::hot_device::CopyUnderWay;
 use crate::runtime::model::cache_handle::CacheHandle;
 use crate::runtime::model::fetch_queue::Fetch;
 use crate::runtime::model::layer_cache::LayerCache;
@@ -25,6 +26,7 @@ struct InFlight {
     /// Time that the host spent on it.
     staging: Duration,
     was_alone: bool,
+    _counted: CopyUnderWay,
 }
 
 /// What became of an attempt to start a fetch.
@@ -133,7 +135,8 @@ impl Fetcher {
             Started::Yes => {
                 self.next_id += 1;
                 let staging = started.elapsed();
-                self.in_flight.push_back(InFlight { id, fetch, slot, started, staging, was_alone });
+                let _counted = self.cache.device.copy_starts();
+                self.in_flight.push_back(InFlight { id, fetch, slot, started, staging, was_alone, _counted });
                 Attempt::Started
             }
             Started::Full => {

@@ -127,6 +127,7 @@ impl<'a> Fill<'a> {
             }
         };
         let memory = self.cache.device.memory();
+        let planning = memory.begin_planning();
         let available = memory.plan();
         let warm_up = WarmUp::new(self.model.clone(), self.cache.clone(), candidates.scratch(), self.config);
         // Contexts first: without scratch memory for them the experts would be of no use.
@@ -144,6 +145,7 @@ impl<'a> Fill<'a> {
         let Some((plan, layers)) = self.allocate(&candidates.layers, (available, scratch), make_lanes)? else {
             return Ok(None);
         };
+        drop(planning);
         self.model.refill().settle();
         self.announce(&candidates, &plan, scratch);
         let fetches = self.fetches(&candidates.layers, &plan);

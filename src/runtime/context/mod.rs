@@ -147,6 +147,7 @@ impl ContextLanes {
                 self.partition.set_all_cold(ids);
             }
         }
+        let beside_copies = cache.handle.device.has_copies_in_flight();
         let mut fetch = None;
         let mut learn = || fetch = cache.learn(ids.ids(), ids.n_tokens());
         let computed = if self.partition.hot.is_empty() {
@@ -166,7 +167,9 @@ impl ContextLanes {
                     "the CPU could not compute some experts of a layer, it computes all of such layers from now on";
                 self.said_cpu_fault.call_once(|| log(Level::Error, &format!("{what}: {why}")));
             }
-            None if computed.status == sys::GGML_STATUS_SUCCESS => self.judge(&cache, ids.n_tokens(), runtime),
+            None if computed.status == sys::GGML_STATUS_SUCCESS => {
+                self.judge(&cache, ids.n_tokens(), beside_copies, runtime);
+            }
             None => {}
         }
         self.partition.settle(&cache, computed.has_landed);
@@ -191,7 +194,7 @@ impl ContextLanes {
     }
 
     /// Learns from what a call took, and gives the cache up if it loses.
-    fn judge(&mut self, cache: &LayerCache, n_tokens: usize, runtime: &Runtime) {
+    fn judge(&mut self, cache: &LayerCache, n_tokens: usize, beside_copies: bool, runtime: &Runtime) {
         if self.partition.hot.is_empty() {
             self.guard.was_cold(n_tokens, self.watch.elapsed_ns());
             return;
@@ -204,6 +207,7 @@ impl ContextLanes {
                 n_copied: self.partition.copies.len(),
                 device_ns,
                 waited: wait_ns > MIN_WAIT_NS,
+                beside_copies,
             });
         }
         let is_filled = cache.handle.queue.is_filled();

@@ -20,7 +20,7 @@ pub(crate) const UNKNOWN: Code = 999;
 pub(crate) fn of_fault(function: &str) -> Code {
     match function {
         "cuInit" => NO_DEVICE,
-        "cuDeviceGet" | "cuDeviceGetByPCIBusId" => INVALID_DEVICE,
+        "cuDeviceGet" => INVALID_DEVICE,
         "cuDevicePrimaryCtxRetain" | "cuMemHostAlloc" => OUT_OF_MEMORY,
         "cuCtxSetCurrent" => INVALID_CONTEXT,
         _ => UNKNOWN,

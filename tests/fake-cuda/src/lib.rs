@@ -17,8 +17,9 @@ use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::sync::Arc;
 use stream::{Command, Event, Stream};
 
-/// Devices' bus ids, by ordinal.
-const BUS_IDS: [&[u8]; 2] = [b"0000:01:00.0", b"0000:02:00.0"];
+const DEVICES: usize = 2;
+/// `CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL`.
+const DEVICE_ORDINAL: c_uint = 9;
 const PAGE: usize = 4096;
 /// `CU_STREAM_NON_BLOCKING`.
 const NON_BLOCKING: c_uint = 1;
@@ -34,7 +35,7 @@ unsafe extern "C" fn cuInit(_: c_uint) -> Code {
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuDeviceGet(device: *mut c_int, ordinal: c_int) -> Code {
     call("cuDeviceGet", Needs::Init, |_| match usize::try_from(ordinal) {
-        Ok(number) if number < BUS_IDS.len() => {
+        Ok(number) if number < DEVICES => {
             // SAFETY: the caller passes a valid pointer.
             unsafe { device.write(ordinal) };
             code::SUCCESS
@@ -43,19 +44,16 @@ unsafe extern "C" fn cuDeviceGet(device: *mut c_int, ordinal: c_int) -> Code {
     })
 }
 
+/// All memory is that of the device that the setting `owner` names.
 #[unsafe(no_mangle)]
-unsafe extern "C" fn cuDeviceGetByPCIBusId(device: *mut c_int, bus_id: *const c_char) -> Code {
-    call("cuDeviceGetByPCIBusId", Needs::Init, |_| {
-        // SAFETY: the caller passes a NUL-terminated string.
-        let bus_id = unsafe { CStr::from_ptr(bus_id) }.to_bytes();
-        match BUS_IDS.iter().position(|&known| known == bus_id) {
-            Some(ordinal) => {
-                // SAFETY: the caller passes a valid pointer.
-                unsafe { device.write(ordinal as c_int) };
-                code::SUCCESS
-            }
-            None => code::INVALID_DEVICE,
+unsafe extern "C" fn cuPointerGetAttribute(answer: *mut c_void, attribute: c_uint, _: u64) -> Code {
+    call("cuPointerGetAttribute", Needs::Init, |_| {
+        if attribute != DEVICE_ORDINAL {
+            return code::INVALID_VALUE;
         }
+        // SAFETY: the caller passes a valid pointer to an int.
+        unsafe { answer.cast::<c_int>().write(settings::OWNER.get() as c_int) };
+        code::SUCCESS
     })
 }
 
@@ -215,7 +213,8 @@ unsafe extern "C" fn fake_cuda_set(name: *const c_char, value: i64) -> bool {
     settings::set(&unsafe { CStr::from_ptr(name) }.to_string_lossy(), value)
 }
 
-/// What is live, or was counted: `contexts`, `streams`, `events`, `page_locked_bytes`, `misuses`, or calls of a function;
+/// What is live, or was counted: `contexts`, `streams`, `events`, `page_locked_bytes`, `misuses`, `largest_copy` and
+/// `most_queued` (bytes of copies to a device, one and all of a stream that have not ended), or calls of a function;
 /// `u64::MAX` if there is none of that name.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn fake_cuda_stat(name: *const c_char) -> u64 {

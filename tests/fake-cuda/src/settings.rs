@@ -1,6 +1,6 @@
 //! Settings, and things that go wrong on demand.
 //!
-//! `latency_us` and `bandwidth_mbs` (10^6 bytes per second, 0 is unlimited) are what a copy takes. `fault_NAME=n` makes the
+//! `owner` is the ordinal of the device whose all memory is. `latency_us` and `bandwidth_mbs` (10^6 bytes per second, 0 is unlimited) are what a copy takes. `fault_NAME=n` makes the
 //! nth call of driver function NAME from now on fail, once; `fault_hang=n` makes the nth copy from now on never end, and
 //! `fault_async=n` makes it end in an error that its context keeps,
 //! and `fault_lost=n` makes it write nothing and say nothing. `repair` ends all contexts' errors.
@@ -21,6 +21,10 @@ impl Number {
         self.0.fetch_add(1, SeqCst);
     }
 
+    pub(crate) fn raise_to(&self, value: u64) {
+        self.0.fetch_max(value, SeqCst);
+    }
+
     fn set(&self, value: i64) {
         self.0.store(u64::try_from(value).unwrap_or(0), SeqCst);
     }
@@ -28,6 +32,11 @@ impl Number {
 
 pub(crate) static LATENCY_US: Number = Number(AtomicU64::new(0));
 pub(crate) static BANDWIDTH_MBS: Number = Number(AtomicU64::new(0));
+pub(crate) static OWNER: Number = Number(AtomicU64::new(0));
+/// Bytes of the largest copy to a device.
+pub(crate) static LARGEST_COPY: Number = Number(AtomicU64::new(0));
+/// The most copies to devices that were queued at once.
+pub(crate) static MOST_QUEUED: Number = Number(AtomicU64::new(0));
 /// Memory that was freed while a copy used it.
 pub(crate) static MISUSES: Number = Number(AtomicU64::new(0));
 
@@ -36,6 +45,7 @@ static FAULTS: Mutex<BTreeMap<String, i64>> = Mutex::new(BTreeMap::new());
 
 pub(crate) fn set(name: &str, value: i64) -> bool {
     match name {
+        "owner" => OWNER.set(value),
         "latency_us" => LATENCY_US.set(value),
         "bandwidth_mbs" => BANDWIDTH_MBS.set(value),
         "repair" => state::repair(),

@@ -2,7 +2,7 @@
 
 use crate::code::{self, Code, LastingError};
 use crate::stream::{Event, Stream};
-use crate::{BUS_IDS, settings};
+use crate::{DEVICES, settings};
 use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -107,7 +107,7 @@ pub(crate) fn context_handle(device: usize) -> Handle {
 pub(crate) fn call(name: &'static str, needs: Needs, body: impl FnOnce(&mut State) -> Code) -> Code {
     let mut state = lock(&STATE);
     let state = &mut *state;
-    while state.contexts.len() < BUS_IDS.len() {
+    while state.contexts.len() < DEVICES {
         state.contexts.push(Context { retained: 0, error: Arc::default() });
     }
     *state.calls.entry(name).or_default() += 1;
@@ -134,10 +134,14 @@ pub(crate) fn stat(name: &str) -> Option<u64> {
     let state = lock(&STATE);
     Some(match name {
         "contexts" => state.contexts.iter().map(|context| u64::from(context.retained)).sum(),
+        "contexts_of_0" => u64::from(state.contexts[0].retained),
+        "contexts_of_1" => u64::from(state.contexts[1].retained),
         "streams" => state.streams.len() as u64,
         "events" => state.events.len() as u64,
         "page_locked_bytes" => state.page_locked.values().sum::<usize>() as u64,
         "misuses" => settings::MISUSES.get(),
+        "largest_copy" => settings::LARGEST_COPY.get(),
+        "most_queued" => settings::MOST_QUEUED.get(),
         function => *state.calls.get(function)?,
     })
 }

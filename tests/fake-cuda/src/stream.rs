@@ -46,15 +46,18 @@ type Uses = Arc<Mutex<VecDeque<Option<(usize, usize)>>>>;
 pub(crate) struct Stream {
     queue: Sender<(Instant, Command)>,
     uses: Uses,
+    /// Bytes of copies to the device that have not ended.
+    queued: Arc<AtomicU64>,
 }
 
 impl Stream {
     pub(crate) fn start(error: Arc<LastingError>) -> Self {
         let (queue, commands) = channel();
         let uses = Uses::default();
-        let shared = uses.clone();
-        thread::spawn(move || work(&commands, &shared, &error));
-        Self { queue, uses }
+        let queued = Arc::<AtomicU64>::default();
+        let shared = (uses.clone(), queued.clone());
+        thread::spawn(move || work(&commands, &shared.0, &shared.1, &error));
+        Self { queue, uses, queued }
     }
 
     pub(crate) fn submit(&self, command: Command) {
@@ -63,6 +66,10 @@ impl Stream {
             Command::ReadBack { to, size, .. } => Some((*to as usize, *size)),
             _ => None,
         };
+        if let Command::Copy { size, .. } = &command {
+            settings::LARGEST_COPY.raise_to(*size as u64);
+            settings::MOST_QUEUED.raise_to(self.queued.fetch_add(*size as u64, SeqCst) + *size as u64);
+        }
         lock(&self.uses).push_back(used);
         // The thread ends after this sender.
         let _ = self.queue.send((Instant::now(), command));
@@ -78,14 +85,16 @@ impl Stream {
     }
 }
 
-fn work(commands: &Receiver<(Instant, Command)>, uses: &Uses, error: &LastingError) {
+fn work(commands: &Receiver<(Instant, Command)>, uses: &Uses, queued: &AtomicU64, error: &LastingError) {
     let mut end = Instant::now();
     while let Ok((submitted, command)) = commands.recv() {
         // As on a device: waking this thread adds nothing.
         end = end.max(submitted);
+        let size = if let Command::Copy { size, .. } = &command { *size as u64 } else { 0 };
         if error.load() == code::SUCCESS {
             run(command, &mut end, error);
         }
+        queued.fetch_sub(size, SeqCst);
         lock(uses).pop_front();
     }
 }

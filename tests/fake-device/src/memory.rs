@@ -3,7 +3,7 @@
 //!
 //! A buffer's context is a boxed [`Memory`].
 
-use crate::{buffer_type, faults, guard, queue, settings, stats, sys};
+use crate::{buffer_type, faults, guard, queue, say, settings, stats, sys};
 use std::ffi::c_void;
 use std::ptr::null_mut;
 use std::sync::Mutex;
@@ -148,6 +148,16 @@ pub(crate) fn allocate(size: usize) -> sys::ggml_backend_buffer_t {
     let context = Box::into_raw(Box::new(memory)).cast();
     // SAFETY: ggml owns and later deletes the struct it makes here.
     unsafe { sys::ggml_backend_buffer_init(buffer_type::DEVICE_TYPE.get(), INTERFACE, context, size) }
+}
+
+/// Takes memory behind everybody's back.
+pub(crate) fn take_for_good(size: usize) {
+    let mut allocated = crate::lock(&ALLOCATED);
+    *allocated += size;
+    if *allocated > settings::CAPACITY_MIB.get() as usize * MIB {
+        say("out of memory");
+        std::process::abort();
+    }
 }
 
 /// # Safety

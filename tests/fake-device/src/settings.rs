@@ -71,6 +71,8 @@ settings! {
     /// The first graph with experts of its operations, types and shapes keeps its caller waiting for so long, as a backend does
     /// that compiles or loads kernels.
     FIRST_USE_MS = "first_use_ms", 0;
+    /// ... and takes so much of the device's memory for good. Where there is none left the process is aborted, as CUDA does.
+    FIRST_USE_KIB = "first_use_kib", 0;
     /// Free memory is reported as less than it is, by up to so much and by another number each time.
     FREE_JUMPS_MIB = "free_jumps_mib", 0;
     /// A copy from or to memory that is not of the device's host buffer type keeps its caller waiting until it is done.

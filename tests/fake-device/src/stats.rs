@@ -66,6 +66,8 @@ counters! {
     BLOCKING_COPIES = "blocking_copies";
     /// Graphs with experts that were the first of their kind.
     FIRST_USES = "first_uses";
+    /// Graphs with experts that CUDA would have captured: unknown by the address of their first node, or changed since.
+    CAPTURES = "captures";
     /// Times that the device was asked for its memory.
     MEMORY_QUERIES = "memory_queries";
     /// Backend instances made.

@@ -123,7 +123,14 @@ fn auto_leaves_misses_to_the_cpu_until_copies_were_timed_and_then_shares_them() 
     assert_eq!(partition.copies.len(), 0);
     {
         let mut costs = cache.handle.device.costs();
-        costs.learn(&Call { n_cold: 1, cold_ns: 100e3, n_copied: 0, device_ns: 100e3, waited: false });
+        costs.learn(&Call {
+            n_cold: 1,
+            cold_ns: 100e3,
+            n_copied: 0,
+            device_ns: 100e3,
+            waited: false,
+            beside_copies: false,
+        });
         costs.learn_background(0.0, Some(1e3));
     }
     partition.set(&miss, &cache, MissRule::Auto, || true);
