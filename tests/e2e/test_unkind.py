@@ -7,6 +7,7 @@ import pytest
 
 from fake import ON_DEVICE, fake_environment
 from hot import CALLS_BEFORE_FILL, complaints, starts
+from learning import Learning
 from models import generated
 from paths import PLUGIN
 from probe import assert_same_answer, decode, greedy, until
@@ -68,6 +69,15 @@ def test_every_start_with_one_budget_has_the_same_slots_and_hits(hot):
     assert all(result.hits > 0 for result in runs)
 
 
+def test_what_a_device_takes_behind_our_back_has_room(hot):
+    """24 KiB for each kind of graph, of 4 MiB. Where there is none left the process is aborted."""
+    growing = {"capacity_mib": 4, "first_use_kib": 24}
+    result = run(hot, PROFILE_STEPS, growing, environment={"LLAMA_ARG_MOE_HOT_CACHE_MAX_MIB": 100})
+    assert result.start.slots < N_EXPERT, "all of the device was asked for"
+    assert result.stats["first_uses"] == N_USED
+    assert result.hits > 0
+
+
 @pytest.mark.parametrize("options", [{"LLAMA_ARG_MOE_HOT_CACHE_MAX_MIB": 100}, {"LLAMA_ARG_MOE_HOT_CACHE_AUTO_RESERVE_MIB": 0}])
 def test_a_floor_stays_free_in_every_mode(hot, options):
     """A device of 4 MiB, of which 1/32 is left to what backends take later."""
@@ -99,6 +109,35 @@ def test_a_copy_to_ordinary_memory_does_not_hold_the_cpu_up(hot, tmp_path):
     timings = json.loads(times.read_text())
     assert layer_ms(timings, "plan_and_launch_ns") < latency_ms, "what it takes at least where the copy is waited for first"
     assert sum(layer_ms(timings, lap) for lap in ("plan_and_launch_ns", "cold_ns", "join_ns")) >= latency_ms, "in the end"
+
+
+def test_graphs_are_captured_once(hot):
+    """As CUDA would: again whenever the graph at an address is another one. There is one for each number of hits, and for
+    several tokens one for each power of two."""
+    steps = [decode(1 if i % 2 else 1 + i % 31, seed=i) for i in range(400)]
+    environment = UNATTENDED | {"LLAMA_ARG_MOE_HOT_CACHE_MAX_MIB": 4}
+    result = run(hot, [decode(1), greedy(30), *steps], {}, environment=environment, n_ctx=8192)
+    sizes = 1 + (31 * N_USED - 1).bit_length()
+    assert result.stats["mul_mat_id_graphs"] > 400
+    assert N_LAYERS * N_USED <= result.stats["captures"] <= N_LAYERS * (N_USED + sizes)
+
+
+def test_a_miss_that_is_copied_goes_through_page_locked_memory(hot):
+    """Experts lie in the memory map; a copy from there would keep the token waiting."""
+    model = generated("Q4_K")
+    profile = hot.profile(model, PROFILE_STEPS)
+    learning = Learning(hot)
+    fake = {"pageable_blocks": 1, "host_buffer": 1, "fault_min_bytes": 32768}
+    counts = []
+    for n in (1, 4):
+        steps = [decode(1), *[decode(1, seed=seed) for seed in range(50)] * n]
+        result = learning.run(model, steps, profile, "copy", fake=fake)
+        assert_same_answer(hot.probe.stock(model, steps), result)
+        counts.append((result.stats["large_writes"], result.stats["blocking_copies"]))
+    copied, blocking = (after - before for before, after in zip(*counts, strict=True))
+    assert copied > 100
+    # What the background reads back of its own few copies goes to ordinary memory.
+    assert blocking < copied / 3, "as many as there were experts, of three tensors each"
 
 
 PIECE = 256 << 10

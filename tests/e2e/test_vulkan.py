@@ -9,10 +9,11 @@ import pytest
 
 import vulkan
 from conftest import shipped_model
+from experts_json import Profile
 from hot import HotResult, complaints, ends, experts_per_layer, starts
 from models import QUANTIZED, generated
 from paths import PLUGIN
-from probe import Result, decode, threads
+from probe import Result, decode, note_waits, threads
 from shapes import SHAPES
 
 SINGLE = [decode(1, seed=seed) for seed in range(60)]
@@ -55,13 +56,15 @@ class OnVulkan:
     def __init__(self, hot):
         self.hot = hot
 
-    def run(self, model, steps, slots: int | None = None, environment: dict | None = None, **options) -> HotResult:
+    def run(
+        self, model, steps, slots: int | None = None, environment: dict | None = None, counts_waits=False, **options
+    ) -> HotResult:
         profile = self.hot.profile(model, SINGLE, **options)
         ours = {"LLAMA_ARG_MOE_HOT_CACHE": profile, "LLAMA_ARG_MOE_HOT_CACHE_DEVICE": vulkan.DEVICE}
         ours |= {"LLAMA_ARG_MOE_HOT_CACHE_UPDATE_RATE": 0, "MOE_HOT_TEST_NO_GUARD": 1, "MOE_HOT_TEST_WAIT": 1}
         ours |= {} if slots is None else {"MOE_HOT_TEST_SLOTS": slots}
         variables = vulkan.vulkan_environment(plugin=PLUGIN, **ours | (environment or {}))
-        options = {"n_threads": vulkan.N_THREADS, **options}
+        options = {"n_threads": vulkan.N_THREADS, **options} | ({"count_waits": vulkan.DEVICE} if counts_waits else {})
         result = self.hot.probe.faking(model, steps, variables, **options)
         assert vulkan.DEVICE in result.devices
         return HotResult(**vars(result), stats_file=None)
@@ -149,6 +152,41 @@ def test_every_type(on_vulkan, name):
     stock, ours = on_vulkan.stock(model, SINGLE), on_vulkan.run(model, SINGLE, 16)
     assert_served(ours)
     assert error(stock, ours) < MOST_ERROR
+
+
+def waits_per_layer(result: Result, n_tokens: int, n_layers: int) -> dict[str, float]:
+    """For one token's layer, between the two notes."""
+    before, after = result.waits
+    return {what: (after[what] - before[what]) / n_tokens / n_layers for what in before}
+
+
+def test_a_layer_waits_for_the_device_once(on_vulkan):
+    """All of its experts are resident, the dense layers on the CPU."""
+    model = shipped_model()
+    slots = experts_per_layer(on_vulkan.hot.profile(model, SINGLE))
+    steps = [*SINGLE, note_waits(), *SINGLE, note_waits()]
+    ours = on_vulkan.run(model, steps, slots, counts_waits=True)
+    assert_served(ours)
+    waits = waits_per_layer(ours, len(SINGLE), ours.start.layers)
+    print(f"waits per layer: {waits}")
+    assert waits == {"waits": 1, "blocking_copies": 0}
+
+
+@pytest.mark.full
+def test_with_dense_layers_on_the_device_inputs_are_waited_for_once(on_vulkan):
+    """Stock waits for each input and then for its copy; ours asks for all of them and waits once."""
+    model = shipped_model()
+    steps = [*SINGLE, note_waits(), *SINGLE, note_waits()]
+    options = {"device": vulkan.DEVICE, "n_gpu_layers": 99, "count_waits": vulkan.DEVICE}
+    profile = on_vulkan.hot.profile(model, SINGLE)
+    n_layers = Profile.read(profile).raw["n_layer"]
+    recording = {"LLAMA_ARG_MOE_LAYER_PERF_OUT": on_vulkan.hot.probe.folder / "waits.json"}
+    counts = []
+    for environment in (vulkan.vulkan_environment(), vulkan.vulkan_environment(plugin=PLUGIN, **recording)):
+        result = on_vulkan.hot.probe.faking(model, steps, environment, n_threads=vulkan.N_THREADS, **options)
+        counts.append(sum(waits_per_layer(result, len(SINGLE), n_layers).values()))
+    print(f"waits per layer: {counts[0]} in stock with --cpu-moe, {counts[1]} with the plugin")
+    assert counts[0] - counts[1] >= 2, "of stock's four for the inputs"
 
 
 @pytest.mark.full
