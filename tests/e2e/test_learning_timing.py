@@ -12,6 +12,7 @@ from statistics import median
 import pytest
 
 import paths
+import vulkan
 from conftest import shipped_model
 from fake import fake_environment, read_stats
 from hot import complaints, ends, starts
@@ -185,33 +186,48 @@ def test_a_cache_that_does_not_lose_is_left_alone(hot, environment):
 
 
 N_PAIRS, N_TOKENS, LEAST_SPEED = 5, 500, 0.97
-SHARES = {"10 %": 0.1, "35 %": 0.35, "80 %": 0.8}
 DEVICES = {"slow bus": {"bandwidth_mbs": SLOW_MBS}, "slow device": {"latency_us": 150}, "far slower": {"latency_us": 5000}}
+N_DRAFTED, SEQUENCES = 4, (0, 1, 2, 3)
+WORKLOADS = {
+    "one token": [decode(1), greedy(N_TOKENS)],
+    "draft of 4": [decode(1), *[decode(1 + N_DRAFTED, seed=n) for n in range(N_TOKENS // (1 + N_DRAFTED))]],
+    "four sequences": [decode(dict.fromkeys(SEQUENCES, 1)), greedy(N_TOKENS // len(SEQUENCES), SEQUENCES)],
+}
+SHARES = [0.1, 0.35, 0.8]
+CASES = [("one token", share) for share in SHARES] + [(name, 0.35) for name in list(WORKLOADS)[1:]]
 
 
 def tokens_ms(result) -> float:
     return sum(batch["microseconds"] for batch in result.batches[1:]) / 1000
 
 
+def on_device(hot, device: str, steps: list, profile: Path, cache: dict, **options):
+    """A run with a cache on FakeDevice, slow in some way, or on Vulkan."""
+    environment = GUARDED | AS_IT_PAYS | cache
+    if device != "Vulkan":
+        return hot.run(shipped_model(), steps, profile, fake=DEVICES[device], environment=environment, **options)
+    vulkan.require()
+    ours = {"LLAMA_ARG_MOE_HOT_CACHE": profile, "LLAMA_ARG_MOE_HOT_CACHE_DEVICE": vulkan.DEVICE}
+    variables = vulkan.vulkan_environment(plugin=paths.PLUGIN, **ours, **environment)
+    return hot.probe.faking(shipped_model(), steps, variables, **options)
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("share", SHARES)
-@pytest.mark.parametrize("device", DEVICES)
-def test_it_is_never_slower(hot, device, share):
+@pytest.mark.parametrize(("workload", "share"), CASES)
+@pytest.mark.parametrize("device", [*DEVICES, "Vulkan"])
+def test_it_is_never_slower(hot, device, workload, share):
     """500 tokens with a cache, and as many without one, in turns: the fill is part of it."""
-    model, steps = shipped_model(), [decode(1), greedy(N_TOKENS)]
-    profile = hot.profile(model, [decode(1), greedy(100)])
-    budget = {MAX_MIB: max(1, round(SHARES[share] * SHIPPED_EXPERTS_MIB))}
-    options = {"n_ctx": 1024, "n_threads": 1}
+    steps = WORKLOADS[workload]
+    profile = hot.profile(shipped_model(), [decode(1), greedy(100)])
+    cache = {MAX_MIB: max(1, round(share * SHIPPED_EXPERTS_MIB))}
+    options = {"n_ctx": 1024, "n_threads": 1, "n_seq": len(SEQUENCES)}
     ratios = []
     for n in range(2 * N_PAIRS):
         if n % 2:
-            ours = hot.run(
-                model, steps, profile, fake=DEVICES[device], environment=GUARDED | AS_IT_PAYS | budget, **options
-            )
-            ratios.append(without / tokens_ms(ours))
+            ratios.append(without / tokens_ms(on_device(hot, device, steps, profile, cache, **options)))
         else:
-            without = tokens_ms(hot.probe.recording(model, steps, **options))
-    print(f"{device}, {share}: {median(ratios):.3f} of the speed without a cache ({min(ratios):.3f} to {max(ratios):.3f})")
+            without = tokens_ms(hot.probe.recording(shipped_model(), steps, **options))
+    print(f"{device}, {workload}, {share:.0%}: {median(ratios):.3f} of the speed without a cache ({min(ratios):.3f} to {max(ratios):.3f})")
     assert median(ratios) >= LEAST_SPEED
 
 

@@ -4,16 +4,17 @@ answers are compared by how far they are apart; that experts were served from th
 Single tokens, dense layers on the CPU: a run with an empty shader cache compiles the experts' kernels only. What needs
 others (several tokens at once, dense layers) takes minutes to compile and runs with --full."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 import vulkan
 from conftest import shipped_model
-from experts_json import Profile
 from hot import HotResult, complaints, ends, experts_per_layer, starts
 from models import QUANTIZED, generated
 from paths import PLUGIN
-from probe import Result, decode, note_waits, threads
+from probe import Result, decode, greedy, note_waits, threads
 from shapes import SHAPES
 
 SINGLE = [decode(1, seed=seed) for seed in range(60)]
@@ -57,9 +58,16 @@ class OnVulkan:
         self.hot = hot
 
     def run(
-        self, model, steps, slots: int | None = None, environment: dict | None = None, counts_waits=False, **options
+        self,
+        model,
+        steps,
+        slots: int | None = None,
+        environment: dict | None = None,
+        profile: Path | None = None,
+        counts_waits: bool = False,
+        **options,
     ) -> HotResult:
-        profile = self.hot.profile(model, SINGLE, **options)
+        profile = profile or self.hot.profile(model, SINGLE, **options)
         ours = {"LLAMA_ARG_MOE_HOT_CACHE": profile, "LLAMA_ARG_MOE_HOT_CACHE_DEVICE": vulkan.DEVICE}
         ours |= {"LLAMA_ARG_MOE_HOT_CACHE_UPDATE_RATE": 0, "MOE_HOT_TEST_NO_GUARD": 1, "MOE_HOT_TEST_WAIT": 1}
         ours |= {} if slots is None else {"MOE_HOT_TEST_SLOTS": slots}
@@ -154,6 +162,18 @@ def test_every_type(on_vulkan, name):
     assert error(stock, ours) < MOST_ERROR
 
 
+def test_two_models(on_vulkan):
+    """Both have room, and are served from there."""
+    model = shipped_model()
+    both = [decode(1, context=context, seed=seed) for seed in range(40) for context in (0, 1)]
+    options = {"more_models": [str(model)]}
+    profile = on_vulkan.hot.profile(model, SINGLE)
+    ours = on_vulkan.run(model, both, 16, profile=profile, **options)
+    assert error(on_vulkan.stock(model, both, **options), ours) < MOST_ERROR
+    assert [start.slots for start in starts(ours.log)] == [16, 16]
+    assert all(end.hits > 0 for end in ends(ours.log))
+
+
 def waits_per_layer(result: Result, n_tokens: int, n_layers: int) -> dict[str, float]:
     """For one token's layer, between the two notes."""
     before, after = result.waits
@@ -173,28 +193,31 @@ def test_a_layer_waits_for_the_device_once(on_vulkan):
 
 
 @pytest.mark.full
-def test_with_dense_layers_on_the_device_inputs_are_waited_for_once(on_vulkan):
-    """Stock waits for each input and then for its copy; ours asks for all of them and waits once."""
-    model = shipped_model()
-    steps = [*SINGLE, note_waits(), *SINGLE, note_waits()]
-    options = {"device": vulkan.DEVICE, "n_gpu_layers": 99, "count_waits": vulkan.DEVICE}
-    profile = on_vulkan.hot.profile(model, SINGLE)
-    n_layers = Profile.read(profile).raw["n_layer"]
-    recording = {"LLAMA_ARG_MOE_LAYER_PERF_OUT": on_vulkan.hot.probe.folder / "waits.json"}
-    counts = []
-    for environment in (vulkan.vulkan_environment(), vulkan.vulkan_environment(plugin=PLUGIN, **recording)):
-        result = on_vulkan.hot.probe.faking(model, steps, environment, n_threads=vulkan.N_THREADS, **options)
-        counts.append(sum(waits_per_layer(result, len(SINGLE), n_layers).values()))
-    print(f"waits per layer: {counts[0]} in stock with --cpu-moe, {counts[1]} with the plugin")
-    assert counts[0] - counts[1] >= 2, "of stock's four for the inputs"
-
-
-@pytest.mark.full
 def test_batches_of_several_tokens(on_vulkan):
     model = shipped_model()
     stock, ours = on_vulkan.stock(model, SEVERAL), on_vulkan.run(model, SEVERAL, 32)
     assert_served(ours)
     assert error(stock, ours) < MOST_ERROR
+
+
+KERNEL_MS = 500  # the least that the slowest of the experts' kernels takes to be compiled
+
+
+def test_no_token_waits_for_a_kernel_to_be_compiled(on_vulkan, tmp_path):
+    """With an empty shader cache."""
+    model = shipped_model()
+
+    def token_ms(waits: int) -> np.ndarray:
+        cache = tmp_path / f"shaders-{waits}"
+        cache.mkdir()
+        environment = {"MESA_SHADER_CACHE_DIR": cache, "MOE_HOT_TEST_WAIT": waits}
+        result = on_vulkan.run(model, [*SINGLE, greedy(500)], environment=environment)
+        return np.array([batch["microseconds"] for batch in result.batches]) / 1000
+
+    ours = token_ms(waits=0)
+    print(f"{len(ours)} tokens: median {np.median(ours):.2f} ms, 99 % below {np.quantile(ours, 0.99):.2f}, slowest {ours.max():.2f}")
+    assert ours.max() < KERNEL_MS
+    assert token_ms(waits=1).max() > KERNEL_MS, "a token that waits would be seen"
 
 
 N_STARTS = 20
