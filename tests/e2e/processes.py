@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,8 @@ from typing import TypeVar
 POLL_S = 0.02
 # The end of what hangs: far more than anything here takes on a slow machine with other work, so that it decides on no test.
 HANG_S = 300
+if "--full" in sys.argv:
+    HANG_S = 1800  # Vulkan's kernels for several tokens take minutes to be compiled for a device that the processor computes
 NOT_INHERITED = ("GGML_", "LLAMA_", "MOE_HOT_", "FAKE_")
 PR_SET_PDEATHSIG = 1
 LIBC = ctypes.CDLL(None)
