@@ -35,6 +35,19 @@ pub fn close_buffer(address: usize) {
     }
 }
 
+/// Whether the loader has marked a live buffer of ours as holding weights. `false` for any other address.
+pub fn is_of_weights(address: usize) -> bool {
+    let live = live();
+    if !live.contains_key(&address) {
+        return false;
+    }
+    let buffer = address as *const sys::ggml_backend_buffer;
+    // SAFETY: the buffer is not freed before it is closed, for which the lock is taken that is held here. The field is a plain
+    // number, which the loader sets once.
+    let usage = unsafe { std::ptr::read_volatile(&raw const (*buffer).usage) };
+    usage == sys::GGML_BACKEND_BUFFER_USAGE_WEIGHTS
+}
+
 /// One tensor's bytes in a buffer of ours.
 #[derive(Clone)]
 pub struct SharedWeights {

@@ -34,7 +34,7 @@ pub use buffer::{Buffer, BufferType};
 pub use device::Device;
 pub use graph::Graph;
 pub use ids::{Ids, OwnIds};
-pub use live::{SharedWeights, close_buffer, open_buffer};
+pub use live::{SharedWeights, close_buffer, is_of_weights, open_buffer};
 pub use log::{Level, is_hosts_log, log, remember_hosts_log};
 pub use memory::{HostBlock, Memory, Scratch};
 pub use operation::{MAX_SOURCES, OpParams};

@@ -4,7 +4,7 @@
 
 use super::guard::guard;
 use crate::ggml::{BufferType, Device, open_buffer, sys};
-use crate::runtime::{NewBuffer, runtime};
+use crate::runtime::runtime;
 use std::ffi::c_void;
 use std::ptr::null_mut;
 
@@ -37,7 +37,7 @@ pub(super) unsafe fn allocate(ours: sys::ggml_backend_buffer_type_t, size: usize
         let inner = unsafe { sys::ggml_backend_buft_alloc_buffer(kind.as_raw(), size) };
         if !inner.is_null() {
             // SAFETY: `inner` is a new host buffer that nobody else owns; `ours` is passed on from the caller.
-            return unsafe { wrap(ours, inner, false) };
+            return unsafe { wrap(ours, inner, None) };
         }
     }
     null_mut()
@@ -58,7 +58,7 @@ pub(super) unsafe fn from_host_memory(
         return null_mut();
     }
     // SAFETY: `inner` is a new host buffer that nobody else owns; `ours` is passed on from the caller.
-    unsafe { wrap(ours, inner, true) }
+    unsafe { wrap(ours, inner, Some(data as usize)) }
 }
 
 /// # Safety
@@ -66,7 +66,7 @@ pub(super) unsafe fn from_host_memory(
 unsafe fn wrap(
     ours: sys::ggml_backend_buffer_type_t,
     inner: sys::ggml_backend_buffer_t,
-    is_mapped: bool,
+    mapped_at: Option<usize>,
 ) -> sys::ggml_backend_buffer_t {
     // SAFETY: `inner` is valid; ggml owns and later deletes the struct it makes here. `free_buffer`, which ggml calls
     // before that, has the engine close the buffer.
@@ -74,7 +74,7 @@ unsafe fn wrap(
         let size = sys::ggml_backend_buffer_get_size(inner);
         let buffer = sys::ggml_backend_buffer_init(ours, INTERFACE, inner.cast(), size);
         open_buffer(buffer as usize);
-        runtime().buffer_made(NewBuffer { address: buffer as usize, size, is_mapped });
+        runtime().buffer_made(buffer as usize, mapped_at);
         buffer
     }
 }

@@ -15,4 +15,4 @@ mod registry;
 mod timing;
 
 pub use context::Context;
-pub use registry::{NewBuffer, runtime};
+pub use registry::runtime;

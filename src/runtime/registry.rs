@@ -4,14 +4,15 @@ use super::background::Background;
 use super::hot_device::{HotDevice, NoDevice};
 use super::model::Model;
 use super::model::layer::Layer;
+use super::model::name::{are_several, mapped_file, name_of};
 use super::record::trace::TraceFile;
 use super::record::{self, Profiles, SaveThread};
 use super::timing::LayerTimes;
-use crate::ggml::{Device, Level, OwnIds, Tensor, close_buffer, is_hosts_log, log};
+use crate::ggml::{Device, Level, OwnIds, Tensor, close_buffer, is_hosts_log, is_of_weights, log};
 use crate::options::host::OFFLOAD_MIN_BATCH;
 use crate::options::{Budget, Config};
 use std::collections::HashMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, Once, OnceLock, PoisonError};
 
@@ -23,15 +24,16 @@ const CALLS_BEFORE_FILL: u64 = 3;
 const ON_THE_CPU: &str = "experts run on the CPU as with --no-repack (without a GPU slower than stock, which repacks them, \
                           and rounded otherwise)";
 
+/// Calls of a layer after which a model does not wait any longer for one that was loaded before it. Many more than a draft
+/// makes before its main model has computed a few small batches.
+const MAX_CALLS_IN_TURN: u64 = 256;
+
 /// A buffer of ours that llama.cpp has had made.
-#[derive(Clone, Copy, Debug)]
-pub struct NewBuffer {
+struct KnownBuffer {
     /// Its address.
-    pub address: usize,
-    /// In bytes.
-    pub size: usize,
-    /// Whether it is a part of a model's file.
-    pub is_mapped: bool,
+    address: usize,
+    /// The file of a model that it is a map of.
+    file: Option<PathBuf>,
 }
 
 /// The process's models, who uses them, and what saves their counts.
@@ -57,7 +59,7 @@ struct State {
     /// Every model that has appeared, also those that are unloaded: they may come back.
     models: Vec<Arc<Model>>,
     /// Live buffers of ours, in the order in which they were made.
-    buffers: Vec<NewBuffer>,
+    buffers: Vec<KnownBuffer>,
     /// Which model a live buffer belongs to, by the buffer's address.
     by_buffer: HashMap<usize, Arc<Model>>,
     live_contexts: usize,
@@ -212,7 +214,7 @@ impl Runtime {
     /// Starts to fill a model's cache once it has computed enough; `calls`: of this layer so far.
     pub(super) fn consider_fill(&self, model: &Arc<Model>, layer: u32, calls: u64) {
         if !model.refill().is_wanted()
-            || !self.state().is_turn_of(model)
+            || !self.state().is_turn_of(model, calls)
             || !model.refill().take(layer, calls, CALLS_BEFORE_FILL)
         {
             return;
@@ -299,10 +301,15 @@ impl Runtime {
         Some(layer)
     }
 
-    /// Notes a new buffer of ours.
-    pub fn buffer_made(&self, buffer: NewBuffer) {
+    /// Notes a new buffer of ours, by its address. `mapped_at`: where it is a map of a model's file, if it is.
+    pub fn buffer_made(&self, buffer: usize, mapped_at: Option<usize>) {
+        let file = mapped_at.and_then(mapped_file);
         self.live_buffers.fetch_add(1, Relaxed);
-        self.state().buffers.push(buffer);
+        let mut state = self.state();
+        state.buffers.push(KnownBuffer { address: buffer, file });
+        if state.has_several_models() {
+            are_several();
+        }
     }
 
     /// Forgets a buffer whose memory is about to go; its addresses may be used again.
@@ -336,21 +343,40 @@ impl Runtime {
 }
 
 impl State {
-    /// Whether a model may be given a cache: no larger one that was loaded before it (the main model, where this is its draft)
-    /// still waits for its own.
-    fn is_turn_of(&self, model: &Arc<Model>) -> bool {
-        let owner = |buffer: &NewBuffer| self.by_buffer.get(&buffer.address);
-        let is_its = |buffer: &NewBuffer| owner(buffer).is_some_and(|owner| Arc::ptr_eq(owner, model));
-        let Some(first) = self.buffers.iter().position(is_its) else { return true };
-        let size = self.buffers.iter().filter(|&buffer| is_its(buffer)).map(|buffer| buffer.size).max().unwrap_or(0);
-        // One that nobody has computed with yet is a model's if it is a part of a file.
-        let waits = |buffer: &NewBuffer| owner(buffer).map_or(buffer.is_mapped, |owner| owner.refill().is_pending());
-        !self.buffers[..first].iter().any(|buffer| buffer.size > size && waits(buffer))
+    /// Whether a model may be given a cache: no other that was loaded before it (the main model, where this is its draft) still
+    /// waits for its own. Not for ever: that one may never be used.
+    fn is_turn_of(&self, model: &Arc<Model>, calls: u64) -> bool {
+        let owner = |buffer: &KnownBuffer| self.by_buffer.get(&buffer.address);
+        let is_its = |buffer: &KnownBuffer| owner(buffer).is_some_and(|owner| Arc::ptr_eq(owner, model));
+        let first = self.buffers.iter().position(is_its).unwrap_or(0);
+        let waits = |buffer: &KnownBuffer| {
+            owner(buffer).map_or_else(|| is_of_weights(buffer.address), |owner| owner.refill().is_pending())
+        };
+        calls > MAX_CALLS_IN_TURN || !self.buffers[..first].iter().any(waits)
+    }
+
+    /// Whether weights of more than one model are in memory, as far as their files tell.
+    fn has_several_models(&self) -> bool {
+        let files: Vec<_> = self.buffers.iter().filter_map(|buffer| buffer.file.as_ref()).collect();
+        let is_mapped_twice = |n: usize| files[..n].contains(&files[n]);
+        let is_of_first = |file: &&&PathBuf| name_of(file) == name_of(files[0]);
+        (0..files.len()).any(is_mapped_twice) || !files.iter().all(|file| is_of_first(&file))
     }
 
     /// Notes whose a buffer is; the first word counts, and is returned.
     fn adopt(&mut self, buffer: usize, owner: Arc<Model>) -> Arc<Model> {
         let owner = self.by_buffer.entry(buffer).or_insert(owner);
+        let file = self.buffers.iter().find(|known| known.address == buffer).and_then(|known| known.file.as_ref());
+        if let (Some(file), None) = (file, owner.name().get()) {
+            let name = name_of(file);
+            let n_before =
+                self.models.iter().filter(|model| model.name().get().is_some_and(|known| known.starts_with(&name)));
+            let again = match n_before.count() {
+                0 => String::new(),
+                n => format!(" #{}", n + 1),
+            };
+            owner.name().set(name + &again);
+        }
         if !self.models.iter().any(|model| Arc::ptr_eq(model, owner)) {
             self.models.push(owner.clone());
         }

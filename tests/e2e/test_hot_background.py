@@ -146,22 +146,27 @@ def test_two_models_share_a_budget(hot, mib, n_cached):
     assert result.stats["allocated_bytes"] == 0
 
 
-def test_the_model_that_was_loaded_first_is_cached_first(hot, tmp_path):
-    """Though its draft, which is smaller, decodes before it. The budget holds no more than one of them."""
-    main, draft = generated("Q8_0"), generated("Q4_K")
+@pytest.mark.parametrize("load_mode", ["mmap", "none"])
+@pytest.mark.parametrize("types", [("Q8_0", "Q4_K"), ("Q4_K", "Q8_0"), ("Q4_K", "Q4_K")], ids=["smaller", "larger", "the same"])
+def test_the_model_that_was_loaded_first_is_cached_first(hot, tmp_path, types, load_mode):
+    """Though its draft, whatever its size, decodes before it. The budget holds no more than one of them."""
+    main, draft = map(generated, types)
     recorded = json.loads(hot.profile(main, [decode(1), greedy(100)]).read_text())
     del recorded["model"]
     profile = tmp_path / "experts.json"
     profile.write_text(json.dumps(recorded))
     of_draft = [decode(1, context=1), greedy(20, context=1)]
     steps = [decode(1), *of_draft, *WARM_UP, until("large_writes", 12), *of_draft, greedy(100)]
-    options = {"more_models": [str(draft)]}
+    options = {"more_models": [str(draft)], "load_mode": load_mode}
     environment = {"LLAMA_ARG_MOE_HOT_CACHE_MAX_MIB": 4}
     result = hot.run(main, steps, profile, fake=LARGE, environment=environment, **options)
     assert_same_answer(hot.probe.stock(main, steps, **options), result)
     assert [end.hits > 0 for end in ends(result.log)] == [True, False]
     (line,) = result.complaints
     assert "no hot cache" in line, "for the draft, once there is no room left"
+    if load_mode == "mmap":
+        name = f"{draft.name} #2" if draft == main else draft.name
+        assert f"moe-hot: {name}: no hot cache" in line and f"moe-hot: {main.name}: hot cache on" in result.log
 
 
 def shipped_profile(hot) -> Path:

@@ -251,7 +251,7 @@ impl<'a> Fill<'a> {
             None => "the profile has no counts for these layers".into(),
         };
         let size = format!("{mib} MiB, {slots} slots per layer ({n_expert} experts) in {layers} layers");
-        log(Level::Warn, &format!("hot cache on {name}: {size}; {expected}"));
+        self.cache.log(Level::Warn, &format!("hot cache on {name}: {size}; {expected}"));
     }
 
     /// The copies to begin with, in their order: in a cache that learns first the experts that it held at its last end, then

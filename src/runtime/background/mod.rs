@@ -12,7 +12,7 @@ use super::model::Model;
 use super::model::cache_handle::CacheHandle;
 use super::model::layer::Layer;
 use super::model::layer_cache::LayerCache;
-use crate::ggml::{Level, log};
+use crate::ggml::Level;
 use crate::options::Config;
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -35,7 +35,7 @@ impl Background {
         match std::thread::Builder::new().name("moe-hot-cache".into()).spawn(move || task.run()) {
             Ok(thread) => Some(Self { model: model.clone(), cache, thread: Some(thread) }),
             Err(error) => {
-                log(Level::Warn, &format!("no hot cache: no thread to fill it ({error})"));
+                model.name().log(Level::Warn, &format!("no hot cache: no thread to fill it ({error})"));
                 None
             }
         }
@@ -73,7 +73,13 @@ impl Drop for Background {
 }
 
 fn new_cache(model: &Model, device: &Arc<HotDevice>) -> Arc<CacheHandle> {
-    CacheHandle::new(device.clone(), model.layers().len(), model.copied_bytes().clone(), model.refill().clone())
+    CacheHandle::new(
+        device.clone(),
+        model.layers().len(),
+        model.copied_bytes().clone(),
+        model.refill().clone(),
+        model.name().clone(),
+    )
 }
 
 /// A layer and the cache that it was given; taken away when dropped.
@@ -112,7 +118,7 @@ impl Task {
         };
         // What a model that is being unloaded lacks is no news.
         if self.model.is_loaded() {
-            log(Level::Warn, &format!("no hot cache: {error}; experts run on the CPU"));
+            self.cache.log(Level::Warn, &format!("no hot cache: {error}; experts run on the CPU"));
         }
     }
 

@@ -2,7 +2,7 @@
 //! what a device compiles, loads or captures when it sees a graph for the first time.
 
 use crate::device::Reservation;
-use crate::ggml::{Level, log};
+use crate::ggml::Level;
 use crate::lanes::{HotIndex, HotLane, try_out};
 use crate::options::Config;
 use crate::runtime::model::Model;
@@ -169,7 +169,8 @@ impl WarmUp {
         }
         if !std::mem::replace(&mut self.said_no_room, true) {
             let name = self.cache.device.device().name();
-            log(Level::Warn, &format!("no room on {name} for a context's scratch memory: it computes on the CPU"));
+            self.cache
+                .log(Level::Warn, &format!("no room on {name} for a context's scratch memory: it computes on the CPU"));
         }
         NotReady::Refused
     }

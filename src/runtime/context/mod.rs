@@ -232,7 +232,9 @@ fn give_up(cache: &LayerCache, n_tokens: usize, loss: &Loss) {
     let [ours, cold] = [loss.ours_ns, loss.cold_ns].map(|ns| ns / 1e3);
     let times = format!("a layer takes {ours:.0} µs with it and {cold:.0} µs without");
     if loss.is_used_elsewhere {
-        log(Level::Warn, &format!("hot cache not used for batches of about {n_tokens} tokens any more: {times}"));
+        cache
+            .handle
+            .log(Level::Warn, &format!("hot cache not used for batches of about {n_tokens} tokens any more: {times}"));
     } else {
         cache.handle.give_up(&times);
     }

@@ -1,8 +1,9 @@
 //! What all parts of one model's cache share: its device, its queue of fetches, and whether it is over.
 
 use super::fetch_queue::FetchQueue;
+use super::name::ModelName;
 use super::refill::Refill;
-use crate::ggml::{Level, log};
+use crate::ggml::Level;
 use crate::lanes::Width;
 use crate::runtime::hot_device::HotDevice;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
@@ -27,6 +28,7 @@ pub struct CacheHandle {
     copied_bytes: Arc<AtomicU64>,
     /// Whether the model's cache is to be filled anew.
     refill: Arc<Refill>,
+    name: Arc<ModelName>,
     idle: Mutex<Vec<Weak<dyn IdleMemory>>>,
     is_over: AtomicBool,
     /// Nanoseconds that the device takes for the smallest graph, for one token and for several.
@@ -40,12 +42,13 @@ impl CacheHandle {
         n_layers: usize,
         copied_bytes: Arc<AtomicU64>,
         refill: Arc<Refill>,
+        name: Arc<ModelName>,
     ) -> Arc<Self> {
         let queue = Arc::new(FetchQueue::new(n_layers));
         device.register(&queue);
         let (idle, is_over) = (Mutex::default(), AtomicBool::new(false));
         let device_ns = [AtomicU64::new(u64::MAX), AtomicU64::new(u64::MAX)];
-        Arc::new(Self { device, n_layers, queue, copied_bytes, refill, idle, is_over, device_ns })
+        Arc::new(Self { device, n_layers, queue, copied_bytes, refill, name, idle, is_over, device_ns })
     }
 
     /// Whether it has ended, or its device has failed. Its memory goes back to the device.
@@ -84,7 +87,15 @@ impl CacheHandle {
         self.queue.end();
         let name = self.device.device().name();
         let what = "answers stay the same";
-        log(Level::Warn, &format!("hot cache of this model off on {name}: {reason}; experts run on the CPU, {what}"));
+        self.log(
+            Level::Warn,
+            &format!("hot cache of this model off on {name}: {reason}; experts run on the CPU, {what}"),
+        );
+    }
+
+    /// Logs a line about its model.
+    pub fn log(&self, level: Level, line: &str) {
+        self.name.log(level, line);
     }
 
     /// Ends it and has the model's cache filled anew: what belongs in it has changed.

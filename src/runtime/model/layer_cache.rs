@@ -149,7 +149,7 @@ pub(crate) mod testing {
     pub(crate) fn handle() -> Arc<CacheHandle> {
         load_cpu();
         let device = Arc::new(HotDevice::new(Device::cpu().unwrap(), &Config::from_env()));
-        CacheHandle::new(device, 1, Arc::default(), Arc::default())
+        CacheHandle::new(device, 1, Arc::default(), Arc::default(), Arc::default())
     }
 
     /// An empty cache in the CPU's memory that learns. `n_slots` at least 1.

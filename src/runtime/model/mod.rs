@@ -9,6 +9,7 @@ pub mod lane_cell;
 pub mod lane_request;
 pub mod layer;
 pub mod layer_cache;
+pub mod name;
 pub mod policy;
 pub mod refill;
 
@@ -20,6 +21,7 @@ use expert_tensor::WeightKey;
 use lane_cell::LaneCell;
 use lane_request::LaneRequest;
 use layer::Layer;
+use name::ModelName;
 use refill::Refill;
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::path::Path;
@@ -33,6 +35,7 @@ pub struct Model {
     /// When its cache is to be filled.
     refill: Arc<Refill>,
     starting: StartingProfile,
+    name: Arc<ModelName>,
     copied_bytes: Arc<AtomicU64>,
     contexts: Mutex<Contexts>,
 }
@@ -144,6 +147,11 @@ impl Model {
     /// When its cache is to be filled.
     pub fn refill(&self) -> &Arc<Refill> {
         &self.refill
+    }
+
+    /// What lines call it.
+    pub fn name(&self) -> &Arc<ModelName> {
+        &self.name
     }
 
     /// The profile that its cache began with.

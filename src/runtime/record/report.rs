@@ -45,7 +45,7 @@ fn report_cache(config: &Config, model: &Model) {
     let misses = requests.saturating_sub(hits);
     let (rate, copied) = (100.0 * ratio(hits, requests), copied_bytes as f64 / f64::from(1 << 20));
     let graphs = graphs_built();
-    log(
+    model.name().log(
         Level::Warn,
         &format!(
             "hot cache: {hits} hits, {misses} misses, hit rate {rate:.1} %; {copied:.1} MiB copied, {graphs} graphs made"
