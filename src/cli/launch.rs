@@ -1,18 +1,21 @@
 //! Starting the program: environment, expert placement, exec.
 
 use super::backend_path::check_backend_path;
+use super::devices::{self, Device};
 use super::failure::{Failure, OrFail, named_by_user};
+use super::fit;
 use super::flags;
 use super::placement::places_experts;
 use super::program::{self, Program};
-use super::{devices, fit};
 use crate::gguf::ModelFile;
 use crate::options::host::{
-    self, BACKEND_PATH, FIT_TARGET, LAUNCHER_NO_HOST, MOE_CACHE_MIB, N_CPU_MOE, NO_HOST, Source, Syntax, Target,
+    self, BACKEND_PATH, FIT_TARGET, LAUNCHER_NO_HOST, MOE_CACHE_MIB, N_CPU_MOE, NO_HOST, RPC, Source, Syntax, Target,
     whole_number,
 };
 use crate::options::{Config, HOT_CACHE, HOT_CACHE_DEVICE};
 use anyhow::{Context, Error, Result, bail};
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::env;
 use std::ffi::{OsStr, OsString};
 use std::os::unix::process::CommandExt;
@@ -169,21 +172,23 @@ fn fit_target(program: &Program, config: &Config, loaded: &[Loaded]) -> Result<O
     if !config.caches() {
         return Ok(None);
     }
-    let mut all_devices: Vec<devices::Device> = Vec::new();
+    // Most models of a router have the same servers.
+    let mut known: BTreeMap<Vec<&OsStr>, Vec<Device>> = BTreeMap::new();
     let mut targets = Vec::new();
     for loaded in loaded {
         let settings = &loaded.target.settings;
-        let Some(found) = program.devices(settings)? else { return Ok(None) };
+        let devices = match known.entry(settings.all(&RPC).collect()) {
+            Entry::Occupied(known) => known.into_mut(),
+            Entry::Vacant(new) => match program.devices(new.key())? {
+                Some(devices) => new.insert(devices),
+                None => return Ok(None),
+            },
+        };
         let expert_bytes = loaded.model.as_ref().and_then(ModelFile::expert_bytes);
-        targets.extend(fit::target(fit::Fitting::of(&program.syntax), settings, config, &found, expert_bytes));
-        for device in found {
-            if all_devices.iter().all(|known| known.name != device.name) {
-                all_devices.push(device);
-            }
-        }
+        targets.extend(fit::target(fit::Fitting::of(&program.syntax), settings, config, devices, expert_bytes));
     }
     if let Some(name) = &config.device {
-        devices::check_name(name, &all_devices).context(HOT_CACHE_DEVICE.flag).or_input()?;
+        devices::check_name(name, known.values().flatten()).context(HOT_CACHE_DEVICE.flag).or_input()?;
     }
     Ok(fit::join(targets))
 }

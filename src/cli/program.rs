@@ -4,7 +4,7 @@ use super::devices::{self, Device};
 use super::failure::{Failure, named_by_user};
 use super::question::{self, Answer};
 use crate::ggml::{COMMIT, is_commit, is_our_commit};
-use crate::options::host::{self, BACKEND_PATH, CONFIG_HOME, RPC, Settings, Syntax};
+use crate::options::host::{self, BACKEND_PATH, CONFIG_HOME, Syntax};
 use anyhow::{Context, Result, anyhow, bail};
 use goblin::elf::Elf;
 use std::ffi::{OsStr, OsString};
@@ -106,12 +106,12 @@ impl Program {
         }
     }
 
-    /// The devices that the program has with the servers that it is told of; `None` if it does not say.
-    pub fn devices(&self, settings: &Settings) -> Result<Option<Vec<Device>>, Failure> {
+    /// The devices that the program has with these servers, given as `--rpc` each; `None` if it does not say.
+    pub fn devices(&self, servers: &[&OsStr]) -> Result<Option<Vec<Device>>, Failure> {
         if !self.syntax.knows("--list-devices") {
             return Ok(None);
         }
-        let servers = settings.all(&RPC).flat_map(|servers| ["--rpc".into(), servers.to_owned()]);
+        let servers = servers.iter().flat_map(|servers| ["--rpc".into(), (*servers).to_owned()]);
         let question: Vec<_> = self.command.iter().cloned().chain(servers).chain(["--list-devices".into()]).collect();
         Ok(devices::parse(&ask(&self.path, &question)?.text))
     }
@@ -123,8 +123,9 @@ fn ask_whole(path: &Path, arguments: &[OsString]) -> Result<String, Failure> {
     if !answer.is_whole {
         let question: Vec<_> = arguments.iter().map(|argument| argument.display().to_string()).collect();
         let (path, question, limit) = (path.display(), question.join(" "), ANSWER_LIMIT.as_secs());
-        return Err(Failure::Internal(anyhow!(
-            "{path} {question}: does not end within {limit} s, or prints without end; expected a llama.cpp program's answer"
+        return Err(Failure::Input(anyhow!(
+            "{path} {question}: no answer that ends within {limit} s and 4 MiB; expected a llama.cpp program, or a script that hands its arguments \
+             on to one"
         )));
     }
     Ok(answer.text)
@@ -211,6 +212,7 @@ mod tests {
 
     #[test]
     fn libraries_tell_a_program_of_llama_cpps() {
-        assert!(!is_linked_with_llama(Path::new("/proc/self/exe")) && !is_linked_with_llama(Path::new("/dev/null")));
+        assert!(is_linked_with_llama(Path::new("/proc/self/exe")), "these tests are linked with ggml");
+        assert!(!is_linked_with_llama(Path::new("/bin/sh")) && !is_linked_with_llama(Path::new("/dev/null")));
     }
 }

@@ -7,6 +7,7 @@ environment instead of working.
 import json
 import stat
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +31,10 @@ SERVER_HELP = """\
                                         (env: LLAMA_ARG_CPU_MOE)
 -ncmoe, --n-cpu-moe N                   of the first N layers
                                         (env: LLAMA_ARG_N_CPU_MOE)
+--spec-draft-override-tensor, -otd, --override-tensor-draft <tensor name pattern>=<buffer type>,...
+                                        override tensor buffer type for draft model
+--spec-draft-n-cpu-moe, --spec-draft-ncmoe, -ncmoed, --n-cpu-moe-draft N
+                                        of the first N layers of the draft model
 -m,    --model FNAME                    model path to load
                                         (env: LLAMA_ARG_MODEL)
 -hf,   -hfr, --hf-repo <user>/<model>[:quant]
@@ -54,6 +59,9 @@ usage: llama-bench [options]
   -ncmoe, --n-cpu-moe <n>                           (default: 0)
   -ot --override-tensor <tensor name pattern>=<buffer type>;...
   --no-host <0|1>                                   (default: 0)"""
+
+
+PRINT_START = 'import json, os, sys; print(json.dumps({"args": sys.argv[1:], "environment": dict(os.environ)}))'
 
 
 @dataclass
@@ -83,25 +91,33 @@ def launch(*args, cwd: Path | None = None, launcher: Path = LAUNCHER, **environm
 def write_fake(
     path: Path, version: str = OUR_VERSION, help_text: str = SERVER_HELP, devices: str = "", asked: Path | None = None
 ) -> Path:
-    """`asked`: where the questions are written that it gets."""
+    """`asked`: where the questions are written that it gets, their words parted by `|`."""
+    answers = {"--version": version, "--help": help_text, "--list-devices": devices}
+    cases = "\n".join(f"{question}) note \"$@\"; cat <<'END'\n{text}\nEND\n;;" for question, text in answers.items())
     return write_script(
         path,
         f"""
-import json, os, sys
-answers = {{"--version": {version!r}, "--help": {help_text!r}, "--list-devices": {devices!r}}}
-asked = {str(asked or "")!r}
-question = sys.argv[-1] if len(sys.argv) > 1 else ""
-if question not in answers: print(json.dumps({{"args": sys.argv[1:], "environment": dict(os.environ)}}))
-else: print(answers[question])
-if asked and question in answers: print(*sys.argv[1:], sep="|", file=open(asked, "a"))
+note() {{ IFS='|'; echo "$*" >> "{asked or "/dev/null"}"; }}
+for last; do :; done
+case "$last" in
+{cases}
+*) exec "{sys.executable}" -Sc '{PRINT_START}' "$@" ;;
+esac
 """,
     )
 
 
-def write_script(path: Path, text: str, shell: str = "/usr/bin/env python3") -> Path:
+def write_script(path: Path, text: str, shell: str = "/bin/sh") -> Path:
     path.write_text(f"#!{shell}\n{text}")
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
     return path
+
+
+def write_config(folder: Path, text: str) -> dict[str, str]:
+    """The environment in which a program reads this configuration file."""
+    (folder / "llama.cpp").mkdir(exist_ok=True)
+    (folder / "llama.cpp/config.ini").write_text(text)
+    return {"XDG_CONFIG_HOME": str(folder)}
 
 
 def assert_refused(answer: Answer, *said: str) -> None:

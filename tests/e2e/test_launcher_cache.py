@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from conftest import shipped_model
-from launcher import BENCH_HELP, FIT_HELP, assert_refused, launch, write_fake
+from launcher import BENCH_HELP, FIT_HELP, assert_refused, launch, write_config, write_fake
 from models import generated
 from probe import decode
 
@@ -74,9 +74,11 @@ def test_an_unknown_device_is_refused_with_those_there_are(server, profile):
     assert launch(server, CACHE, profile, f"{CACHE}-device", "CPU").code == 0
 
 
-def test_devices_of_an_rpc_server_count(profile, rpc_endpoint):
+def test_devices_of_an_rpc_server_count(profile, rpc_endpoint, tmp_path):
     flags = [CACHE, profile, f"{CACHE}-device"]
-    for args, environment in ((["--rpc", rpc_endpoint], {}), ([], {"LLAMA_ARG_RPC": rpc_endpoint})):
+    config = write_config(tmp_path, f"rpc = {rpc_endpoint}")
+    for args, environment in ((["--rpc", rpc_endpoint], {}), ([], {"LLAMA_ARG_RPC": rpc_endpoint}), ([], config)):
+        assert "RPC0: " in launch("llama-completion", *args, "--list-devices", **environment).out, "stock reads it so"
         answer = launch("llama-completion", *flags, "CUDA0", *args, **environment)
         assert_refused(answer, "expected one of RPC0, CPU")
         assert launch("llama-completion", *flags, "RPC0", *args, "--version", **environment).code == 0

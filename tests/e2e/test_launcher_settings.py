@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from conftest import shipped_model
-from launcher import BENCH_HELP, FIT_HELP, SERVER_HELP, launch, write_fake
+from launcher import BENCH_HELP, FIT_HELP, SERVER_HELP, launch, write_config, write_fake
 from models import generated
 
 RECORD = "--moe-layer-perf-out"
@@ -43,18 +43,17 @@ NO_PLACEMENTS = [
     ["-ot", "per_layer_token_embd.weight=CPU,token_embd.weight=CPU"],
     ["-ot", r"\.ffn_(up|down|gate)\.=CPU"],
     ["-ot", "exps.bias=CUDA0"],
+    ["-otd", "exps=CPU", "-ncmoed", "4", "-cmoed"],  # the draft model's
     ["-p", "--cpu-moe"],
     ["-p", "-ot", "--prompt", "-ncmoe"],
 ]
 
 
-@pytest.mark.parametrize("model", [[], ["-hf", "owner/model"], ["-m", shipped_model()]])
-def test_a_users_own_placement_is_kept(fake, record, model):
-    model = [str(word) for word in model]
+def test_a_users_own_placement_is_kept(fake, record):
     for given in PLACEMENTS:
-        assert launch(fake, *model, *given, *record).started["args"] == [*model, *given]
+        assert launch(fake, *given, *record).started["args"] == given
     for given in NO_PLACEMENTS:
-        assert launch(fake, *model, *given, *record).started["args"] == [*model, *given, *ADDED]
+        assert launch(fake, *given, *record).started["args"] == [*given, *ADDED]
 
 
 # name, value: whether experts are placed so. An empty number ends the program.
@@ -87,13 +86,6 @@ def test_a_pattern_must_match_an_expert_tensor_of_this_model(fake, record):
     assert launch(fake, *model, *in_last_part, *record).started["args"] == [*model, *in_last_part]
 
 
-def write_config(folder: Path, text: str) -> dict[str, str]:
-    """The environment in which a program reads this configuration file."""
-    (folder / "llama.cpp").mkdir(exist_ok=True)
-    (folder / "llama.cpp/config.ini").write_text(textwrap.dedent(text))
-    return {"XDG_CONFIG_HOME": str(folder)}
-
-
 # a configuration file: whether it places experts
 CONFIGS = [
     ("n-cpu-moe = 2", True),
@@ -110,11 +102,13 @@ CONFIGS = [
 @pytest.mark.parametrize(("text", "places"), CONFIGS)
 def test_configuration_files_count_as_they_do_for_llama_cpp(fake, record, tmp_path, text, places):
     assert launch(fake, *record, **write_config(tmp_path, text)).started["args"] == ([] if places else ADDED)
-    home = {"XDG_CONFIG_HOME": "", "HOME": str(tmp_path)}
-    (tmp_path / "llama.cpp").rename(tmp_path / "renamed")
+
+
+def test_a_configuration_file_may_be_below_the_home_folder(fake, record, tmp_path):
     (tmp_path / ".config").mkdir()
-    (tmp_path / "renamed").rename(tmp_path / ".config/llama.cpp")
-    assert launch(fake, *record, **home).started["args"] == ([] if places else ADDED)
+    write_config(tmp_path / ".config", "n-cpu-moe = 2")
+    assert launch(fake, *record, XDG_CONFIG_HOME="", HOME=str(tmp_path)).started["args"] == []
+    assert launch(fake, *record, XDG_CONFIG_HOME="/none", HOME=str(tmp_path)).started["args"] == ADDED
 
 
 def test_llama_bench_reads_no_variables_and_its_values_are_tests(tmp_path, record):
