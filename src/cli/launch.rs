@@ -9,8 +9,8 @@ use super::placement::places_experts;
 use super::program::{self, Program};
 use crate::gguf::ModelFile;
 use crate::options::host::{
-    self, BACKEND_PATH, FIT_TARGET, LAUNCHER_NO_HOST, MOE_CACHE_MIB, N_CPU_MOE, NO_HOST, RPC, Source, Syntax, Target,
-    whole_number,
+    self, BACKEND_PATH, FIT_TARGET, LAUNCHER_NO_HOST, MODEL, MOE_CACHE_MIB, N_CPU_MOE, NO_HOST, RPC, Source, Syntax,
+    Target, whole_number,
 };
 use crate::options::{Config, HOT_CACHE, HOT_CACHE_DEVICE};
 use anyhow::{Context, Error, Result, bail};
@@ -73,6 +73,10 @@ fn prepare(command: Vec<OsString>, own_folder: &Path) -> Result<Command, Failure
     let (mut flags, mut args) = flags::take(args, &program.syntax).or_input()?;
     let loaded = loaded(&program.syntax, &args);
     flags.validate(one(&loaded).and_then(|loaded| loaded.model.as_ref()))?;
+    if flags.environment().next().is_none() {
+        run.args(args); // it was a prompt that looks like a flag
+        return Ok(run);
+    }
     program.check(&name, &args).or_input()?;
     let plugin = plugin(own_folder).or_internal()?;
     check_backend_path(&plugin).or_input()?;
@@ -103,7 +107,10 @@ fn prepare(command: Vec<OsString>, own_folder: &Path) -> Result<Command, Failure
 fn loaded(syntax: &Syntax, args: &[OsString]) -> Vec<Loaded> {
     let targets = Source { syntax, args }.targets();
     let open = |target: Target| {
-        let model = target.settings.model().and_then(|path| ModelFile::open(path).ok());
+        // Several models of llama-bench are tests, each of its own.
+        let is_one = syntax.reads_environment() || target.settings.all(&MODEL).count() == 1;
+        let path = target.settings.model().filter(|_| is_one);
+        let model = path.and_then(|path| ModelFile::open(path).ok());
         Loaded { target, model }
     };
     targets.into_iter().map(open).collect()
@@ -152,9 +159,15 @@ fn placement(syntax: &Syntax, loaded: &[Loaded]) -> &'static [&'static str] {
 
 /// llama.cpp's own cache and ours would keep the same experts: later revisions have one.
 fn refuse_two_caches(config: &Config, loaded: &[Loaded]) -> Result<()> {
-    let theirs = loaded.iter().find_map(|loaded| loaded.target.settings.last(&MOE_CACHE_MIB).map(OsStr::to_owned));
-    let Some(size) = theirs.or_else(|| host::variable(MOE_CACHE_MIB.variable)) else { return Ok(()) };
-    if config.caches() && whole_number(&size.to_string_lossy()) != Some(0) {
+    let mut sizes: Vec<_> =
+        loaded.iter().filter_map(|loaded| loaded.target.settings.last(&MOE_CACHE_MIB)).map(OsStr::to_owned).collect();
+    if sizes.is_empty() {
+        sizes.extend(host::variable(MOE_CACHE_MIB.variable)); // whether the program knows it yet or not
+    }
+    let is_on = |size: &&OsString| whole_number(&size.to_string_lossy()) != Some(0);
+    if config.caches()
+        && let Some(size) = sizes.iter().find(is_on)
+    {
         bail!(
             "{} (or {}) is {}: llama.cpp's own cache would keep the experts, and ours would never be asked for them; \
              expected either that or {}",

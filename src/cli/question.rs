@@ -14,9 +14,17 @@ const LOOK: Duration = Duration::from_millis(20);
 
 /// What a program has printed.
 pub struct Answer {
+    /// To its standard output, then to the other.
     pub text: String,
     /// Whether it ended by itself, and in time.
     pub is_whole: bool,
+}
+
+/// One of the program's outputs.
+struct Output {
+    reader: PipeReader,
+    is_open: bool,
+    bytes: Vec<u8>,
 }
 
 /// Starts a program and reads what it prints until it ends, for as long as `limit`.
@@ -24,54 +32,54 @@ pub struct Answer {
 /// It runs in a process group of its own. What is left of the group afterwards is killed, so that a script that starts a
 /// server, whatever it is asked, leaves none behind.
 pub fn ask(command: Command, limit: Duration) -> io::Result<Answer> {
-    let (reader, mut child) = spawn(command)?;
+    let (mut outputs, mut child) = spawn(command)?;
     let group = Pid::from_child(&child);
-    let read = read(reader, &mut child, Instant::now() + limit);
+    let is_whole = read(&mut outputs, &mut child, Instant::now() + limit);
     // There may be no one left.
     let _ = kill_process_group(group, Signal::KILL);
     child.wait()?;
-    let (bytes, is_whole) = read?;
-    Ok(Answer { text: String::from_utf8_lossy(&bytes).into_owned(), is_whole })
+    Ok(Answer {
+        text: String::from_utf8_lossy(&outputs.map(|output| output.bytes).concat()).into_owned(),
+        is_whole: is_whole?,
+    })
 }
 
-/// The command holds the pipe's other end, and goes with this function.
-fn spawn(mut command: Command) -> io::Result<(PipeReader, Child)> {
-    let (reader, writer) = io::pipe()?;
-    command.stdin(Stdio::null()).stdout(writer.try_clone()?).stderr(writer).process_group(0);
+/// The command holds the pipes' other ends, and goes with this function.
+fn spawn(mut command: Command) -> io::Result<([Output; 2], Child)> {
+    let ((reader, writer), (error_reader, error_writer)) = (io::pipe()?, io::pipe()?);
+    command.stdin(Stdio::null()).stdout(writer).stderr(error_writer).process_group(0);
     let child = command.spawn()?;
-    Ok((reader, child))
+    Ok(([reader, error_reader].map(|reader| Output { reader, is_open: true, bytes: Vec::new() }), child))
 }
 
-/// What the child has printed, and whether that is all.
-fn read(mut reader: PipeReader, child: &mut Child, deadline: Instant) -> io::Result<(Vec<u8>, bool)> {
-    let mut bytes = Vec::new();
+/// Reads what the child prints; returns whether that is all.
+fn read(outputs: &mut [Output; 2], child: &mut Child, deadline: Instant) -> io::Result<bool> {
     let mut chunk = vec![0; 1 << 16];
-    let mut is_open = true;
-    while bytes.len() < MOST_BYTES && Instant::now() < deadline {
+    while outputs.iter().all(|output| output.bytes.len() < MOST_BYTES) && Instant::now() < deadline {
         // In this order: what it wrote before it ended can be read by now.
         let has_ended = child.try_wait()?.is_some();
-        if !is_open {
-            if has_ended {
-                return Ok((bytes, true));
-            }
-            std::thread::sleep(LOOK); // it has closed its outputs and goes on
-        } else if is_readable(&reader, if has_ended { Duration::ZERO } else { LOOK })? {
-            let n_bytes = reader.read(&mut chunk)?;
-            bytes.extend_from_slice(&chunk[..n_bytes]);
-            is_open = n_bytes > 0;
-        } else if has_ended {
-            return Ok((bytes, true)); // another process has its outputs
+        let ready = wait(outputs, if has_ended { Duration::ZERO } else { LOOK })?;
+        if ready.is_empty() && has_ended {
+            return Ok(true); // another process may have its outputs still
+        }
+        for n in ready {
+            let output = &mut outputs[n];
+            let n_bytes = output.reader.read(&mut chunk)?;
+            output.bytes.extend_from_slice(&chunk[..n_bytes]);
+            output.is_open = n_bytes > 0;
         }
     }
-    Ok((bytes, false))
+    Ok(false)
 }
 
-/// Whether there is something to read, or the end, within this time.
-fn is_readable(reader: &PipeReader, time: Duration) -> io::Result<bool> {
+/// Which outputs have something to read, or their end; waits for that for some time.
+fn wait(outputs: &[Output; 2], time: Duration) -> io::Result<Vec<usize>> {
+    let open: Vec<_> = (0..outputs.len()).filter(|&n| outputs[n].is_open).collect();
+    let mut asked: Vec<_> = open.iter().map(|&n| PollFd::new(&outputs[n].reader, PollFlags::IN)).collect();
     let time = Timespec { tv_sec: 0, tv_nsec: time.subsec_nanos().into() };
-    match poll(&mut [PollFd::new(reader, PollFlags::IN)], Some(&time)) {
-        Ok(n_ready) => Ok(n_ready > 0),
-        Err(rustix::io::Errno::INTR) => Ok(false),
+    match poll(&mut asked, Some(&time)) {
+        Ok(_) => Ok(open.into_iter().zip(&asked).filter(|(_, fd)| !fd.revents().is_empty()).map(|(n, _)| n).collect()),
+        Err(rustix::io::Errno::INTR) => Ok(Vec::new()),
         Err(error) => Err(error.into()),
     }
 }
@@ -90,9 +98,10 @@ mod tests {
 
     #[test]
     fn both_outputs_are_read_to_the_end() {
-        let answer = ask_shell("echo a; echo b >&2; head -c 1000000 /dev/zero | tr '\\0' x; echo z", LONG);
-        assert!(answer.is_whole && answer.text.starts_with("a\nb\nxxx") && answer.text.ends_with("xz\n"));
-        assert_eq!(answer.text.len(), 1_000_006);
+        let answer =
+            ask_shell("printf a; echo b >&2; head -c 1000000 /dev/zero | tr '\\0' x; echo z; echo c >&2", LONG);
+        assert!(answer.is_whole && answer.text.starts_with("axxx") && answer.text.ends_with("xz\nb\nc\n"));
+        assert_eq!(answer.text.len(), 1_000_007);
     }
 
     #[test]

@@ -140,6 +140,8 @@ def test_a_prompt_that_looks_like_our_flag_stays_a_prompt(fake, out_file):
     prompt = ["-p", FLAG, "--control-vector-layer-range", "--cpu-moe", SIZE]
     started = launch(fake, *prompt, FLAG, out_file).started
     assert started["args"] == [*prompt, "--cpu-moe"]
+    alone = launch(fake, *prompt).started
+    assert alone["args"] == prompt and "GGML_BACKEND_PATH" not in alone["environment"]
 
 
 def test_a_relative_profile_path_is_made_absolute(fake, tmp_path):

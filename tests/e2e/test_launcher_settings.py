@@ -113,6 +113,7 @@ def test_a_configuration_file_may_be_below_the_home_folder(fake, record, tmp_pat
 
 def test_llama_bench_reads_no_variables_and_its_values_are_tests(tmp_path, record):
     bench = write_fake(tmp_path / "bench", help_text=BENCH_HELP)
+    shipped, elsewhere = ["-m", str(shipped_model())], ["-ot", r"blk\.7\.ffn_.*_exps=CPU"]
     config = write_config(tmp_path, "cpu-moe = 1")
     added = ["-ncmoe", "999"]
     for given, args in [
@@ -120,6 +121,8 @@ def test_llama_bench_reads_no_variables_and_its_values_are_tests(tmp_path, recor
         (["-ncmoe", "0"], added),  # would be a test of its own
         (["-ncmoe", "0,4"], ["-ncmoe", "0,4"]),
         (["--n_cpu_moe", "0-8+4"], ["--n_cpu_moe", "0-8+4"]),
+        ([*shipped, *elsewhere], [*shipped, *elsewhere, *added]),
+        ([*shipped, "-m", "other.gguf", *elsewhere], [*shipped, "-m", "other.gguf", *elsewhere]),
         (["-ot", "token_embd=CPU;exps=CPU"], ["-ot", "token_embd=CPU;exps=CPU"]),
         (["-ot", "token_embd=CPU;output=CPU,"], ["-ot", "token_embd=CPU;output=CPU,", *added]),
     ]:
