@@ -32,8 +32,11 @@ fn device(line: &str) -> Option<Device> {
 }
 
 /// Refuses a device that the program does not have.
-pub fn check_name(name: &str, devices: &[Device]) -> Result<()> {
-    let names: Vec<_> = devices.iter().map(|device| device.name.as_str()).chain([CPU]).collect();
+pub fn check_name<'a>(name: &str, devices: impl IntoIterator<Item = &'a Device>) -> Result<()> {
+    let mut names: Vec<_> = devices.into_iter().map(|device| device.name.as_str()).collect();
+    names.sort_unstable();
+    names.dedup();
+    names.push(CPU);
     ensure!(names.contains(&name), "no device {name:?}; expected one of {}", names.join(", "));
     Ok(())
 }

@@ -3,9 +3,8 @@
 //! llama.cpp fits before it loads anything, and knows nothing of a cache that is filled later.
 
 use super::devices::Device;
-use crate::options::host::{DEVICE, FIT, FIT_TARGET, is_no};
+use crate::options::host::{DEVICE, FIT, FIT_TARGET, Settings, Syntax, is_no, whole_number};
 use crate::options::{Budget, Config};
-use std::ffi::OsString;
 
 /// llama.cpp's own default of `--fit-target`.
 const DEFAULT_TARGET_MIB: u64 = 1024;
@@ -24,28 +23,57 @@ pub enum Fitting {
     Automatic,
 }
 
-/// `--fit-target` for the program, to be put in the place of what the user says; `None` to change nothing.
+impl Fitting {
+    /// Whether and when a program fits a model to its devices.
+    pub fn of(syntax: &Syntax) -> Self {
+        match (syntax.knows("--fit-target"), syntax.knows("--fit")) {
+            (false, _) => Self::Never,
+            (true, false) => Self::OnDemand,
+            (true, true) => Self::Automatic,
+        }
+    }
+}
+
+/// What the program must leave free, in MiB, in the place of what the user says; `None` to change nothing.
 pub fn target(
     fitting: Fitting,
-    args: &[OsString],
+    settings: &Settings,
     config: &Config,
     devices: &[Device],
     expert_bytes: Option<u64>,
-) -> Option<String> {
-    let given = FIT_TARGET.value(args);
-    let is_on = match fitting {
-        Fitting::Never => false,
-        Fitting::OnDemand => given.is_some(),
-        Fitting::Automatic => !FIT.value(args).is_some_and(|value| is_no(&value)),
+) -> Option<Vec<u64>> {
+    let given = match fitting {
+        Fitting::Never => return None,
+        Fitting::OnDemand => {
+            let tests: Vec<_> = settings.all(&FIT_TARGET).map(|value| value.to_string_lossy()).collect();
+            Some(tests.join(",")).filter(|tests| !tests.is_empty())?
+        }
+        Fitting::Automatic if settings.last(&FIT).is_some_and(is_no) => return None,
+        Fitting::Automatic => match settings.last(&FIT_TARGET) {
+            Some(value) => value.to_str()?.to_owned(),
+            None => DEFAULT_TARGET_MIB.to_string(),
+        },
     };
-    if !is_on || !config.caches() {
+    if !config.caches() {
         return None;
     }
     let hot = hot_device(config.device.as_deref(), devices)?;
     let extra = wanted_mib(config.max_mib, hot, expert_bytes)?;
-    let given = given.map_or(Some(DEFAULT_TARGET_MIB.to_string()), |value| value.into_string().ok())?;
-    let position = if fitting == Fitting::Automatic { position(hot, args, devices) } else { None };
+    let position = if fitting == Fitting::Automatic { position(hot, settings, devices) } else { None };
     raise(&given, position, extra)
+}
+
+/// One `--fit-target` for all: where several models are told different ones, the largest of each device.
+pub fn join(targets: Vec<Vec<u64>>) -> Option<String> {
+    let larger = |a: Vec<u64>, b: Vec<u64>| {
+        let at = |values: &[u64], n: usize| match values {
+            [one] => *one, // is for all devices
+            values => values.get(n).copied().unwrap_or(DEFAULT_TARGET_MIB),
+        };
+        (0..a.len().max(b.len())).map(|n| at(&a, n).max(at(&b, n))).collect()
+    };
+    let joined = targets.into_iter().reduce(larger)?;
+    Some(joined.iter().map(u64::to_string).collect::<Vec<_>>().join(","))
 }
 
 /// How the names of devices on other machines begin.
@@ -72,8 +100,8 @@ fn wanted_mib(budget: Budget, hot: &Device, expert_bytes: Option<u64>) -> Option
 }
 
 /// Which of the model's devices it is, where that is certain.
-fn position(hot: &Device, args: &[OsString], devices: &[Device]) -> Option<usize> {
-    match DEVICE.value(args) {
+fn position(hot: &Device, settings: &Settings, devices: &[Device]) -> Option<usize> {
+    match settings.last(&DEVICE) {
         Some(list) => list.to_str()?.split(',').position(|name| name == hot.name),
         None => (devices.len() == 1).then_some(0), // llama.cpp sorts several in its own way
     }
@@ -82,8 +110,11 @@ fn position(hot: &Device, args: &[OsString], devices: &[Device]) -> Option<usize
 /// The given list, separated by `,` or `/`, with `extra` added where the hot device is, or else everywhere.
 ///
 /// `None` where the list is not one: the program will say so.
-fn raise(given: &str, position: Option<usize>, extra: u64) -> Option<String> {
-    let values = given.split([',', '/']).map(|value| value.parse().ok());
+fn raise(given: &str, position: Option<usize>, extra: u64) -> Option<Vec<u64>> {
+    let mut values: Vec<_> = given.split([',', '/']).collect();
+    values.pop_if(|last| last.is_empty()); // llama.cpp takes several separators for one, and one at the end for none
+    let is_list = |(n, value): &(usize, &str)| *n == 0 || !value.is_empty();
+    let values = values.into_iter().enumerate().filter(is_list).map(|(_, value)| whole_number(value));
     let mut values = values.collect::<Option<Vec<u64>>>()?;
     match position {
         Some(position) if values.len() > 1 => {
@@ -92,12 +123,14 @@ fn raise(given: &str, position: Option<usize>, extra: u64) -> Option<String> {
         }
         _ => values.iter_mut().for_each(|value| *value = value.saturating_add(extra)),
     }
-    Some(values.iter().map(u64::to_string).collect::<Vec<_>>().join(","))
+    Some(values)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::options::host::Source;
+    use std::ffi::OsString;
 
     fn device(name: &str, free_mib: u64) -> Device {
         Device { name: name.into(), total_mib: 24_000, free_mib }
@@ -109,12 +142,24 @@ mod tests {
         Config { hot_cache: Some("e".into()), max_mib, device: device.map(Into::into), ..none }
     }
 
-    fn args(text: &str) -> Vec<OsString> {
-        text.split_whitespace().map(OsString::from).collect()
+    fn settings(text: &str) -> Settings {
+        let args: Vec<_> = text.split_whitespace().map(OsString::from).collect();
+        Source { syntax: &Syntax::default(), args: &args }.targets().remove(0).settings
+    }
+
+    fn of(
+        fitting: Fitting,
+        text: &str,
+        config: &Config,
+        devices: &[Device],
+        experts_mib: Option<u64>,
+    ) -> Option<String> {
+        let target = target(fitting, &settings(text), config, devices, experts_mib.map(|mib| mib * MIB));
+        join(target.into_iter().collect())
     }
 
     fn automatic(text: &str, config: &Config, devices: &[Device], experts_mib: Option<u64>) -> Option<String> {
-        target(Fitting::Automatic, &args(text), config, devices, experts_mib.map(|mib| mib * MIB))
+        of(Fitting::Automatic, text, config, devices, experts_mib)
     }
 
     #[test]
@@ -124,6 +169,11 @@ mod tests {
         assert_eq!(automatic("", &config, &gpu, None).unwrap(), "1724");
         assert_eq!(automatic("-fitt 300", &config, &gpu, None).unwrap(), "1000");
         assert_eq!(automatic("--fit-target 300/400", &config, &gpu, None).unwrap(), "1000,400");
+        assert_eq!(
+            automatic("--fit_target 1 -fitt 300M,,5/", &config, &gpu, None).unwrap(),
+            "1000,5",
+            "as C++ reads it"
+        );
     }
 
     #[test]
@@ -147,6 +197,13 @@ mod tests {
     }
 
     #[test]
+    fn several_models_get_the_largest_of_their_targets() {
+        assert_eq!(join(vec![vec![3, 4], vec![2, 9]]).unwrap(), "3,9");
+        assert_eq!(join(vec![vec![5], vec![2, 9, 1]]).unwrap(), "5,9,5");
+        assert_eq!(join(Vec::new()), None);
+    }
+
+    #[test]
     fn nothing_changes_where_there_is_no_fit_no_cache_or_no_device() {
         let gpu = [device("CUDA0", 8000)];
         let some = config(Some(Budget::Mib(700)), None);
@@ -156,8 +213,8 @@ mod tests {
         assert_eq!(automatic("", &some, &[], None), None);
         assert_eq!(automatic("", &config(None, Some("CPU")), &gpu, None), None);
         assert_eq!(automatic("-fitt much", &some, &gpu, None), None, "left to the program");
-        assert_eq!(target(Fitting::Never, &args("-fitt 1"), &some, &gpu, None), None);
-        assert_eq!(target(Fitting::OnDemand, &[], &some, &gpu, None), None);
-        assert_eq!(target(Fitting::OnDemand, &args("-fitt 1,2"), &some, &gpu, None).unwrap(), "701,702");
+        assert_eq!(of(Fitting::Never, "-fitt 1", &some, &gpu, None), None);
+        assert_eq!(of(Fitting::OnDemand, "", &some, &gpu, None), None);
+        assert_eq!(of(Fitting::OnDemand, "-fitt 1,2 -fitt 3", &some, &gpu, None).unwrap(), "701,702,703");
     }
 }

@@ -4,7 +4,7 @@ use super::failure::{Failure, OrFail, named_by_user};
 use super::same_model::check_model;
 use crate::Error;
 use crate::gguf::ModelFile;
-use crate::options::host;
+use crate::options::host::{self, MOE_CACHE_MIB, Syntax, spelling};
 use crate::options::{Config, HOT_CACHE, InvalidVariable, Kind, OPTIONS, OptionSpec, PERF_OUT, TRACE_OUT};
 use crate::profile::{OutputFile, RecordedProfile, folder_of};
 use crate::trace::MAGIC;
@@ -14,9 +14,10 @@ use clap::{Arg, Command};
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
 use std::io::{self, Read};
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
-/// What all of our flags begin with. No flag of llama.cpp does.
+/// What all of our flags begin with. Of llama.cpp's only [`MOE_CACHE_MIB`] does.
 const PREFIX: &str = "--moe-";
 
 /// What the user has said of our options, on the command line or in the environment.
@@ -102,26 +103,55 @@ fn parser() -> Command {
     Command::new("flags").no_binary_name(true).disable_help_flag(true).args_override_self(true).args(OPTIONS.map(arg))
 }
 
+/// Whether the user has said anything of moe-hot's. Without that nothing is asked of the program, and nothing added.
+pub fn are_given(args: &[OsString]) -> bool {
+    args.iter().any(|arg| ours(arg).is_some()) || OPTIONS.iter().any(|option| host::variable(option.variable).is_some())
+}
+
+/// The first of the program's arguments.
+pub fn first_of_theirs(args: &[OsString]) -> Option<OsString> {
+    part(args.to_vec(), &Syntax::default()).1.into_iter().next()
+}
+
 /// Parts a command line into our flags and the program's arguments, in their order.
-pub fn take(args: Vec<OsString>) -> Result<(Flags, Vec<OsString>)> {
-    let (mut ours, mut theirs) = (Vec::new(), Vec::new());
-    let mut args = args.into_iter().peekable();
-    while let Some(arg) = args.next() {
-        if !starts_with(&arg, PREFIX) {
-            theirs.push(arg);
-            continue;
-        }
-        // Written without `=`, its value comes next.
-        let option = OPTIONS.iter().find(|option| arg == option.flag);
-        let value = option.and_then(|option| args.next_if(|next| is_value(option, next)));
-        ours.push(arg);
-        ours.extend(value);
-    }
+///
+/// The value of one of the program's flags is the program's, even if it looks like a flag of ours.
+pub fn take(args: Vec<OsString>, syntax: &Syntax) -> Result<(Flags, Vec<OsString>)> {
+    let (ours, theirs) = part(args, syntax);
     let mut matches = parser()
         .try_get_matches_from(ours)
         .map_err(|error| anyhow!("{}; our flags are {}", first_line(&error), list()))?;
     let given = OPTIONS.into_iter().filter_map(|option| Some((option, matches.remove_one::<OsString>(option.flag)?)));
     Ok((Flags { given: given.collect() }, theirs))
+}
+
+fn part(args: Vec<OsString>, syntax: &Syntax) -> (Vec<OsString>, Vec<OsString>) {
+    let (mut mine, mut theirs) = (Vec::new(), Vec::new());
+    let mut args = args.into_iter().peekable();
+    while let Some(arg) = args.next() {
+        let Some(arg) = ours(&arg) else {
+            let n_values = syntax.values_of(&arg).unwrap_or(0);
+            theirs.push(arg);
+            theirs.extend(args.by_ref().take(n_values));
+            continue;
+        };
+        // Written without `=`, its value comes next.
+        let option = OPTIONS.iter().find(|option| arg == option.flag);
+        let value = option.and_then(|option| args.next_if(|next| is_value(option, next)));
+        mine.push(arg);
+        mine.extend(value);
+    }
+    (mine, theirs)
+}
+
+/// A flag of ours with its dashes as we write them, and its value if that stands behind a `=`.
+fn ours(arg: &OsStr) -> Option<OsString> {
+    let bytes = arg.as_bytes();
+    let (flag, value) = bytes.split_at(bytes.iter().position(|&byte| byte == b'=').unwrap_or(bytes.len()));
+    let mut flag = OsString::from(spelling(OsStr::from_bytes(flag))?);
+    let is_ours = starts_with(&flag, PREFIX) && !MOE_CACHE_MIB.flags.iter().any(|theirs| flag == *theirs);
+    flag.push(OsStr::from_bytes(value));
+    is_ours.then_some(flag)
 }
 
 /// Our flags, each with what it does, for `--help`.
@@ -208,7 +238,11 @@ mod tests {
     use crate::options::Budget;
 
     fn split(args: &[&str]) -> Result<(Flags, Vec<OsString>)> {
-        take(args.iter().map(OsString::from).collect())
+        split_for("", args)
+    }
+
+    fn split_for(help: &str, args: &[&str]) -> Result<(Flags, Vec<OsString>)> {
+        take(args.iter().map(OsString::from).collect(), &Syntax::parse(help))
     }
 
     #[test]
@@ -216,11 +250,28 @@ mod tests {
         for args in [
             &["-m", "a.gguf", "--moe-layer-perf-out", "e.json", "-c", "4096"][..],
             &["-m", "a.gguf", "--moe-layer-perf-out=e.json", "-c", "4096"],
+            &["-m", "a.gguf", "--moe_layer_perf_out", "e.json", "-c", "4096"],
+            &["-m", "a.gguf", "--moe_layer-perf_out=e.json", "-c", "4096"],
         ] {
             let (flags, rest) = split(args).unwrap();
             assert_eq!(flags.value(&PERF_OUT), Some(OsStr::new("e.json")));
             assert_eq!(rest, ["-m", "a.gguf", "-c", "4096"]);
         }
+    }
+
+    #[test]
+    fn the_programs_own_values_and_its_own_cache_stay() {
+        let prompt = ["-p", "--moe-hot-cache", "-m", "x"];
+        assert_eq!(split_for("-p, --prompt PROMPT   text", &prompt).unwrap().1, prompt);
+        assert!(
+            split(&["--moe-hot-cache=e_1.json", "-m", "x"]).unwrap().0.value(&HOT_CACHE)
+                == Some(OsStr::new("e_1.json"))
+        );
+        let cache = ["--moe-cache-mib", "9", "--moe_cache_mib", "8"];
+        assert_eq!(split(&cache).unwrap().1, cache);
+        assert!(!are_given(&cache.map(OsString::from)) && are_given(&["--moe_hot_cache=x".into()]));
+        let first = |args: &[&str]| first_of_theirs(&args.iter().map(OsString::from).collect::<Vec<_>>());
+        assert_eq!(first(&["--moe-hot-cache", "x", "--moe-trace-out=t", "serve", "-m"]).unwrap(), "serve");
     }
 
     #[test]

@@ -1,15 +1,23 @@
 //! Starting the program: environment, expert placement, exec.
 
+use super::backend_path::check_backend_path;
+use super::devices::{self, Device};
 use super::failure::{Failure, OrFail, named_by_user};
-use super::flags::{self, Flags};
-use super::program::{Program, places_experts};
-use super::{devices, fit};
+use super::fit;
+use super::flags;
+use super::placement::places_experts;
+use super::program::{self, Program};
 use crate::gguf::ModelFile;
-use crate::options::HOT_CACHE_DEVICE;
-use crate::options::host::{self, BACKEND_PATH, FIT_TARGET, MODEL, NO_HOST};
-use anyhow::{Context, Error, Result, ensure};
+use crate::options::host::{
+    self, BACKEND_PATH, FIT_TARGET, LAUNCHER_NO_HOST, MODEL, MOE_CACHE_MIB, N_CPU_MOE, NO_HOST, RPC, Source, Syntax,
+    Target, whole_number,
+};
+use crate::options::{Config, HOT_CACHE, HOT_CACHE_DEVICE};
+use anyhow::{Context, Error, Result, bail};
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::env;
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -19,7 +27,7 @@ const PLUGIN: &str = "libggml_moe_hot.so";
 
 /// Replaces this process by the program. Returns only if that fails.
 pub fn launch(command: Vec<OsString>) -> Failure {
-    let mut command = match own_files().or_internal().and_then(|(folder, plugin)| prepare(command, &folder, &plugin)) {
+    let mut command = match own_folder().or_internal().and_then(|folder| prepare(command, &folder)) {
         Ok(command) => command,
         Err(failure) => return failure,
     };
@@ -28,74 +36,172 @@ pub fn launch(command: Vec<OsString>) -> Failure {
     named_by_user(Error::new(error).context(what))
 }
 
-/// The folder of this executable, and the plugin in or near it.
-fn own_files() -> Result<(PathBuf, PathBuf)> {
+/// The folder of this executable.
+fn own_folder() -> Result<PathBuf> {
     let own = env::current_exe().and_then(|path| path.canonicalize()).context("finding our own executable")?;
-    let folder = own.parent().context("finding our own folder")?.to_path_buf();
-    let candidates = [folder.join(PLUGIN), folder.join("../lib").join(PLUGIN)];
+    Ok(own.parent().context("finding our own folder")?.to_path_buf())
+}
+
+/// The plugin, in or near our own folder.
+fn plugin(own_folder: &Path) -> Result<PathBuf> {
+    let candidates = [own_folder.join(PLUGIN), own_folder.join("../lib").join(PLUGIN)];
     let plugin = candidates.iter().find(|path| path.is_file());
     let plugin = plugin
         .with_context(|| format!("{}: the plugin is missing; build it with scripts/setup", candidates[0].display()))?;
-    Ok((folder, plugin.clone()))
+    Ok(plugin.clone())
 }
 
-/// Everything that can be refused before the program starts.
-fn prepare(command: Vec<OsString>, own_folder: &Path, plugin: &Path) -> Result<Command, Failure> {
+/// A model that the program, or a child of it, loads.
+struct Loaded {
+    target: Target,
+    /// `None` where it cannot be read.
+    model: Option<ModelFile>,
+}
+
+/// Everything that can be refused before the program starts. Without any of our flags and variables it is started as it is.
+fn prepare(command: Vec<OsString>, own_folder: &Path) -> Result<Command, Failure> {
     let mut command = command.into_iter();
     let name = command.next().context("expected a llama.cpp program such as llama-server").or_input()?;
-    let (mut flags, args) = flags::take(command.collect()).or_input()?;
-    let model = MODEL.value(&args).and_then(|path| ModelFile::open(Path::new(&path)).ok());
-    flags.validate(model.as_ref())?;
-    refuse_another_backend(plugin).or_input()?;
-    let program = Program::find(&name, own_folder).or_input()?;
-    program.check_revision()?;
+    let args: Vec<_> = command.collect();
+    let path = program::find(&name, own_folder).or_input()?;
+    let mut run = Command::new(&path);
+    if !flags::are_given(&args) {
+        run.args(args);
+        return Ok(run);
+    }
+    let program = Program::learn(path, flags::first_of_theirs(&args).as_deref())?;
+    let (mut flags, mut args) = flags::take(args, &program.syntax).or_input()?;
+    let loaded = loaded(&program.syntax, &args);
+    flags.validate(one(&loaded).and_then(|loaded| loaded.model.as_ref()))?;
+    if flags.environment().next().is_none() {
+        run.args(args); // it was a prompt that looks like a flag
+        return Ok(run);
+    }
+    program.check(&name, &args).or_input()?;
+    let plugin = plugin(own_folder).or_internal()?;
+    check_backend_path(&plugin).or_input()?;
+    let config = flags.config();
+    refuse_two_caches(&config, &loaded).or_input()?;
 
-    let fit_target = fit_target(&program, &args, &flags, model.as_ref())?;
-    let mut run = Command::new(&program.path);
-    if flags.config().takes_experts() && !places_experts(&args, host::is_set) {
-        run.args(program.all_experts_on_cpu()?);
-    }
-    if args.iter().any(|arg| arg == "--no-host") {
-        run.env(NO_HOST, "1");
-    }
-    match fit_target {
-        Some(target) => {
-            run.env_remove(FIT_TARGET.variable); // else the program warns that it is overwritten
-            run.args(FIT_TARGET.remove_from(args)).args(["--fit-target", &target])
+    let fit_target = fit_target(&program, &config, &loaded)?;
+    let placement = if config.takes_experts() { placement(&program.syntax, &loaded) } else { &[] };
+    if !program.syntax.flags(&args).iter().any(|given| given.is_cut) {
+        // Behind the user's own: of several placements the first that matches a tensor counts.
+        if !placement.is_empty() && !program.syntax.reads_environment() {
+            args = without(&program.syntax, args, &N_CPU_MOE); // which llama-bench would add up
         }
-        None => run.args(args),
-    };
-    run.env(BACKEND_PATH, plugin).envs(flags.environment());
+        if fit_target.is_some() {
+            run.env_remove(FIT_TARGET.variable); // else the program warns that it is overwritten
+            args = without(&program.syntax, args, &FIT_TARGET);
+        }
+        args.extend(placement.iter().map(OsString::from));
+        args.extend(fit_target.into_iter().flat_map(|target| ["--fit-target".into(), target.into()]));
+    }
+    if loaded.iter().any(|loaded| loaded.target.settings.has(&NO_HOST)) {
+        run.env(LAUNCHER_NO_HOST, "1");
+    }
+    run.args(args).env(BACKEND_PATH, plugin).envs(flags.environment());
     Ok(run)
 }
 
+fn loaded(syntax: &Syntax, args: &[OsString]) -> Vec<Loaded> {
+    let targets = Source { syntax, args }.targets();
+    let open = |target: Target| {
+        // Several models of llama-bench are tests, each of its own.
+        let is_one = syntax.reads_environment() || target.settings.all(&MODEL).count() == 1;
+        let path = target.settings.model().filter(|_| is_one);
+        let model = path.and_then(|path| ModelFile::open(path).ok());
+        Loaded { target, model }
+    };
+    targets.into_iter().map(open).collect()
+}
+
+/// The only one, if there is only one.
+fn one<T>(values: &[T]) -> Option<&T> {
+    if let [value] = values { Some(value) } else { None }
+}
+
+/// A command line without an option. What has no value is left for the program to refuse.
+fn without(syntax: &Syntax, args: Vec<OsString>, option: &host::HostOption) -> Vec<OsString> {
+    let is_it = |flag: &Option<String>| flag.as_deref().is_some_and(|flag| option.flags.contains(&flag));
+    let gone: Vec<_> = syntax
+        .flags(&args)
+        .iter()
+        .filter(|given| is_it(&given.flag) && !given.is_cut)
+        .flat_map(|given| given.at..=given.at + given.values.len())
+        .collect();
+    args.into_iter().enumerate().filter(|(at, _)| !gone.contains(at)).map(|(_, arg)| arg).collect()
+}
+
+/// The arguments that keep all experts off the GPUs, in this program's words; none where the user has placed them, or the
+/// program has no words for it.
+fn placement(syntax: &Syntax, loaded: &[Loaded]) -> &'static [&'static str] {
+    let is_placed = |loaded: &&Loaded| places_experts(&loaded.target.settings, loaded.model.as_ref());
+    let (placed, others): (Vec<_>, Vec<_>) = loaded.iter().partition(is_placed);
+    if !placed.is_empty() {
+        let names: Vec<_> = others.iter().filter_map(|loaded| loaded.target.section.as_deref()).collect();
+        if !names.is_empty() {
+            eprintln!(
+                "moe-hot: other models' sections of the presets place experts, so --cpu-moe is not added; expected \
+                 cpu-moe = true in [{}] for a cache there",
+                names.join("], [")
+            );
+        }
+        &[]
+    } else if syntax.knows("--cpu-moe") {
+        &["--cpu-moe"]
+    } else if syntax.knows("--n-cpu-moe") {
+        &["-ncmoe", "999"]
+    } else {
+        &[]
+    }
+}
+
+/// llama.cpp's own cache and ours would keep the same experts: later revisions have one.
+fn refuse_two_caches(config: &Config, loaded: &[Loaded]) -> Result<()> {
+    let mut sizes: Vec<_> =
+        loaded.iter().filter_map(|loaded| loaded.target.settings.last(&MOE_CACHE_MIB)).map(OsStr::to_owned).collect();
+    if sizes.is_empty() {
+        sizes.extend(host::variable(MOE_CACHE_MIB.variable)); // whether the program knows it yet or not
+    }
+    let is_on = |size: &&OsString| whole_number(&size.to_string_lossy()) != Some(0);
+    if config.caches()
+        && let Some(size) = sizes.iter().find(is_on)
+    {
+        bail!(
+            "{} (or {}) is {}: llama.cpp's own cache would keep the experts, and ours would never be asked for them; \
+             expected either that or {}",
+            MOE_CACHE_MIB.flags[0],
+            MOE_CACHE_MIB.variable,
+            size.display(),
+            HOT_CACHE.flag
+        );
+    }
+    Ok(())
+}
+
 /// Checks the cache's device, and says how much memory the program must leave for the cache when it fits the model.
-fn fit_target(
-    program: &Program,
-    args: &[OsString],
-    flags: &Flags,
-    model: Option<&ModelFile>,
-) -> Result<Option<String>, Failure> {
-    let config = flags.config();
+fn fit_target(program: &Program, config: &Config, loaded: &[Loaded]) -> Result<Option<String>, Failure> {
     if !config.caches() {
         return Ok(None);
     }
-    let Some(devices) = program.devices(args)? else { return Ok(None) };
-    if let Some(name) = &config.device {
-        devices::check_name(name, &devices).context(HOT_CACHE_DEVICE.flag).or_input()?;
+    // Most models of a router have the same servers.
+    let mut known: BTreeMap<Vec<&OsStr>, Vec<Device>> = BTreeMap::new();
+    let mut targets = Vec::new();
+    for loaded in loaded {
+        let settings = &loaded.target.settings;
+        let devices = match known.entry(settings.all(&RPC).collect()) {
+            Entry::Occupied(known) => known.into_mut(),
+            Entry::Vacant(new) => match program.devices(new.key())? {
+                Some(devices) => new.insert(devices),
+                None => return Ok(None),
+            },
+        };
+        let expert_bytes = loaded.model.as_ref().and_then(ModelFile::expert_bytes);
+        targets.extend(fit::target(fit::Fitting::of(&program.syntax), settings, config, devices, expert_bytes));
     }
-    Ok(fit::target(program.fitting()?, args, &config, &devices, model.and_then(ModelFile::expert_bytes)))
-}
-
-/// llama.cpp loads one backend from elsewhere; if the user has chosen another, it is not ours to replace.
-fn refuse_another_backend(plugin: &Path) -> Result<()> {
-    let Some(other) = host::variable(BACKEND_PATH) else { return Ok(()) };
-    let is_ours =
-        Path::new(&other).canonicalize().is_ok_and(|other| plugin.canonicalize().is_ok_and(|ours| ours == other));
-    ensure!(
-        is_ours,
-        "{BACKEND_PATH} is {}; expected it unset: llama.cpp loads only one backend from there",
-        Path::new(&other).display()
-    );
-    Ok(())
+    if let Some(name) = &config.device {
+        devices::check_name(name, known.values().flatten()).context(HOT_CACHE_DEVICE.flag).or_input()?;
+    }
+    Ok(fit::join(targets))
 }

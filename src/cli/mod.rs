@@ -3,12 +3,15 @@
 //! Bad input ends with exit code 2, a failure with 1, each with one line that says what was expected.
 #![forbid(unsafe_code)]
 
+mod backend_path;
 mod devices;
 mod failure;
 mod fit;
 mod flags;
 mod launch;
+mod placement;
 mod program;
+mod question;
 mod replay;
 mod same_model;
 

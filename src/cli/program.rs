@@ -1,133 +1,155 @@
-//! Finding a llama.cpp program and learning what it is from its own `--version` and `--help`.
+//! Finding a llama.cpp program and learning what it is: from its own `--version`, `--help` and `--list-devices`.
 
 use super::devices::{self, Device};
-use super::failure::{Failure, OrFail, named_by_user};
-use super::fit::Fitting;
+use super::failure::{Failure, named_by_user};
+use super::question::{self, Answer};
 use crate::ggml::{COMMIT, is_commit, is_our_commit};
-use crate::options::host::{BACKEND_PATH, PLACEMENT_FLAGS, PLACEMENT_VARIABLES, RPC};
+use crate::options::host::{self, BACKEND_PATH, CONFIG_HOME, Syntax};
 use anyhow::{Context, Result, anyhow, bail};
-use std::cell::OnceCell;
+use goblin::elf::Elf;
 use std::ffi::{OsStr, OsString};
-use std::io::{Read, Seek};
+use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Command;
 use std::time::Duration;
-use wait_timeout::ChildExt;
 
 /// Where `scripts/setup` builds stock llama.cpp, seen from our own executable in `target/release`.
 const STOCK: &str = "../../build/stock/bin";
 /// How long a program may take to say what it is.
-const ANSWER_TIMEOUT: Duration = Duration::from_secs(20);
+const ANSWER_LIMIT: Duration = Duration::from_secs(20);
+/// In the help of the program `llama`, which is all others in one.
+const COMMANDS: &str = "Available commands:";
+/// The one command of `llama` that does its work whatever follows, `--help` too.
+const UPDATE: &str = "update";
 
-/// A program found on this machine.
+/// A program, as it says of itself.
 pub struct Program {
-    pub path: PathBuf,
-    help: OnceCell<String>,
+    path: PathBuf,
+    identity: Identity,
+    /// Of the program `llama`: which of its commands, such as `serve`. It stands before all flags.
+    command: Option<OsString>,
+    /// What it reads.
+    pub syntax: Syntax,
+}
+
+enum Identity {
+    /// Of llama.cpp, with this version.
+    Version(String),
+    /// It names no version, and is linked with llama.cpp's libraries.
+    Linked,
+    /// Neither: a wrapper such as `taskset`, or anything else.
+    Unknown,
+}
+
+/// Finds `name`: a path as it is, a bare name beside us, in our own build of stock llama.cpp, or in PATH.
+pub fn find(name: &OsStr, own_folder: &Path) -> Result<PathBuf> {
+    let is_path = name.as_encoded_bytes().contains(&b'/');
+    let folders = [own_folder.to_path_buf(), own_folder.join(STOCK)];
+    let found = if is_path {
+        which::which(name).ok()
+    } else {
+        folders.iter().find_map(|folder| which::which(folder.join(name)).ok()).or_else(|| which::which(name).ok())
+    };
+    match found {
+        Some(path) => Ok(path),
+        None if is_path => {
+            bail!("{}: no such program; expected the path of an executable file", Path::new(name).display())
+        }
+        None => bail!(
+            "{}: no such program in {} or PATH; expected a llama.cpp program such as llama-server",
+            Path::new(name).display(),
+            folders[1].display()
+        ),
+    }
 }
 
 impl Program {
-    /// Finds `name`: a path as it is, a bare name beside us, in our own build of stock llama.cpp, or in PATH.
-    pub fn find(name: &OsStr, own_folder: &Path) -> Result<Self> {
-        let is_path = name.as_encoded_bytes().contains(&b'/');
-        let folders = [own_folder.to_path_buf(), own_folder.join(STOCK)];
-        let found = if is_path {
-            which::which(name).ok()
-        } else {
-            folders.iter().find_map(|folder| which::which(folder.join(name)).ok()).or_else(|| which::which(name).ok())
+    /// Asks a program what it is. `first` is the first of its arguments.
+    pub fn learn(path: PathBuf, first: Option<&OsStr>) -> Result<Self, Failure> {
+        let identity = match version_line(&ask_whole(&path, &["--version".into()])?) {
+            Some(version) => Identity::Version(version.to_owned()),
+            None if is_linked_with_llama(&path) => Identity::Linked,
+            None => Identity::Unknown,
         };
-        match found {
-            Some(path) => Ok(Self { path, help: OnceCell::new() }),
-            None if is_path => {
-                bail!("{}: no such program; expected the path of an executable file", Path::new(name).display())
+        let mut program = Self { path, identity, command: None, syntax: Syntax::default() };
+        if matches!(program.identity, Identity::Unknown) {
+            return Ok(program);
+        }
+        let mut help = ask_whole(&program.path, &["--help".into()])?;
+        if help.lines().any(|line| line == COMMANDS) {
+            help.clear();
+            program.command = first.filter(|command| !is_flag(command) && *command != UPDATE).map(OsStr::to_owned);
+            if let Some(command) = &program.command {
+                help = ask_whole(&program.path, &[command.clone(), "--help".into()])?;
             }
-            None => bail!(
-                "{}: no such program in {} or PATH; expected a llama.cpp program such as llama-server",
-                Path::new(name).display(),
-                folders[1].display()
+        }
+        program.syntax = Syntax::parse(&help);
+        Ok(program)
+    }
+
+    /// Refuses a program that is not llama.cpp's, or says that it is of another revision than the plugin.
+    ///
+    /// One of llama.cpp's that does not say is let through: the plugin compares again when it is loaded.
+    pub fn check(&self, name: &OsStr, args: &[OsString]) -> Result<()> {
+        match &self.identity {
+            Identity::Version(version) if is_other_revision(version) => bail!(
+                "{} is llama.cpp {version}; expected commit {}: build that revision (scripts/setup does) or moe-hot for yours",
+                self.path.display(),
+                &COMMIT[..9]
+            ),
+            Identity::Version(_) | Identity::Linked => Ok(()),
+            Identity::Unknown => bail!(
+                "{} does not answer as a program of llama.cpp's does; expected moe-hot directly in front of one, as in: {}",
+                self.path.display(),
+                behind_wrapper(name, args)
             ),
         }
     }
 
-    /// Refuses a program that says it is of another llama.cpp revision than the plugin.
-    ///
-    /// Programs that do not say are let through: the plugin compares again when it is loaded.
-    pub fn check_revision(&self) -> Result<(), Failure> {
-        let Some(version) = version_line(&self.ask(&["--version".into()])?).map(str::to_owned) else { return Ok(()) };
-        if is_other_revision(&version) {
-            return Err(Failure::Input(anyhow!(
-                "{} is llama.cpp {version}; expected commit {}: build that revision (scripts/setup does) or moe-hot for yours",
-                self.path.display(),
-                &COMMIT[..9]
-            )));
-        }
-        Ok(())
-    }
-
-    /// The arguments that keep all experts off the GPUs, in this program's words; none if it has none.
-    pub fn all_experts_on_cpu(&self) -> Result<&'static [&'static str], Failure> {
-        Ok(if self.knows("--cpu-moe")? {
-            &["--cpu-moe"]
-        } else if self.knows("--n-cpu-moe")? {
-            &["-ncmoe", "999"]
-        } else {
-            &[]
-        })
-    }
-
-    /// Whether and when the program fits a model to its devices.
-    pub fn fitting(&self) -> Result<Fitting, Failure> {
-        Ok(match (self.knows("--fit-target")?, self.knows("--fit")?) {
-            (false, _) => Fitting::Never,
-            (true, false) => Fitting::OnDemand,
-            (true, true) => Fitting::Automatic,
-        })
-    }
-
-    /// The devices that the program has with the user's arguments; `None` if it does not say.
-    pub fn devices(&self, args: &[OsString]) -> Result<Option<Vec<Device>>, Failure> {
-        if !self.knows("--list-devices")? {
+    /// The devices that the program has with these servers, given as `--rpc` each; `None` if it does not say.
+    pub fn devices(&self, servers: &[&OsStr]) -> Result<Option<Vec<Device>>, Failure> {
+        if !self.syntax.knows("--list-devices") {
             return Ok(None);
         }
-        let rpc = RPC.given(args).map(|servers| ["--rpc".into(), servers]);
-        let question: Vec<_> = rpc.into_iter().flatten().chain(["--list-devices".into()]).collect();
-        Ok(devices::parse(&self.ask(&question)?))
-    }
-
-    /// Whether the program's help names a flag.
-    fn knows(&self, flag: &str) -> Result<bool, Failure> {
-        let help = match self.help.get() {
-            Some(help) => help,
-            None => {
-                let help = self.ask(&["--help".into()])?;
-                self.help.get_or_init(|| help)
-            }
-        };
-        Ok(help.split(|c: char| c.is_whitespace() || c == ',').any(|word| word == flag))
-    }
-
-    /// What the program prints when started with these arguments and without the plugin.
-    fn ask(&self, arguments: &[OsString]) -> Result<String, Failure> {
-        let failed = || format!("{}: cannot be started with {arguments:?}", self.path.display());
-        let mut output = tempfile::tempfile().context("a temporary file").or_internal()?;
-        let mut command = Command::new(&self.path);
-        command.args(arguments).env_remove(BACKEND_PATH).stdin(Stdio::null());
-        for set in [Command::stdout, Command::stderr] {
-            set(&mut command, output.try_clone().or_internal()?);
-        }
-        let mut child = command.spawn().with_context(failed).map_err(named_by_user)?;
-        let answered = child.wait_timeout(ANSWER_TIMEOUT).with_context(failed).or_internal()?;
-        if answered.is_none() {
-            child.kill().and_then(|()| child.wait()).with_context(failed).or_internal()?;
-        }
-        let mut text = Vec::new();
-        output.rewind().and_then(|()| output.read_to_end(&mut text)).with_context(failed).or_internal()?;
-        Ok(String::from_utf8_lossy(&text).into_owned())
+        let servers = servers.iter().flat_map(|servers| ["--rpc".into(), (*servers).to_owned()]);
+        let question: Vec<_> = self.command.iter().cloned().chain(servers).chain(["--list-devices".into()]).collect();
+        Ok(devices::parse(&ask(&self.path, &question)?.text))
     }
 }
 
-/// The rest of the line that begins with `version: `.
+/// Asks a program that must answer in time.
+fn ask_whole(path: &Path, arguments: &[OsString]) -> Result<String, Failure> {
+    let answer = ask(path, arguments)?;
+    if !answer.is_whole {
+        let question: Vec<_> = arguments.iter().map(|argument| argument.display().to_string()).collect();
+        let (path, question, limit) = (path.display(), question.join(" "), ANSWER_LIMIT.as_secs());
+        return Err(Failure::Input(anyhow!(
+            "{path} {question}: no answer that ends within {limit} s and 4 MiB; expected a llama.cpp program, or a script that hands its arguments \
+             on to one"
+        )));
+    }
+    Ok(answer.text)
+}
+
+/// What a program prints when started with these arguments, without the plugin, and without any other setting: some would
+/// make it download a model, or fail, before it answers.
+fn ask(path: &Path, arguments: &[OsString]) -> Result<Answer, Failure> {
+    let mut command = Command::new(path);
+    command.args(arguments).env_remove(BACKEND_PATH).env(CONFIG_HOME, "/dev/null");
+    host::option_variables().for_each(|variable| {
+        command.env_remove(variable);
+    });
+    let failed = || format!("{}: cannot be started with {arguments:?}", path.display());
+    question::ask(command, ANSWER_LIMIT).with_context(failed).map_err(named_by_user)
+}
+
+fn is_flag(arg: &OsStr) -> bool {
+    arg.as_encoded_bytes().starts_with(b"-")
+}
+
+/// The rest of the line `version: 0.5.0 (build 11312, commit 0c1e57098)`.
 fn version_line(output: &str) -> Option<&str> {
-    output.lines().find_map(|line| line.strip_prefix("version: "))
+    output.lines().filter_map(|line| line.strip_prefix("version: ")).find(|version| version.contains('('))
 }
 
 /// Whether a version such as `0.5.0 (build 11312, commit 0c1e57098)` names a commit that is not ours.
@@ -136,10 +158,25 @@ fn is_other_revision(version: &str) -> bool {
     commit.is_some_and(|commit| !is_our_commit(commit))
 }
 
-/// Whether the user has said where experts go, on the command line or in llama.cpp's environment.
-pub fn places_experts(args: &[OsString], env: impl Fn(&str) -> bool) -> bool {
-    args.iter().any(|arg| PLACEMENT_FLAGS.iter().any(|flag| arg == flag))
-        || PLACEMENT_VARIABLES.iter().any(|name| env(name))
+/// Whether an executable file needs one of llama.cpp's libraries.
+fn is_linked_with_llama(path: &Path) -> bool {
+    let Ok(bytes) = fs::read(path) else { return false };
+    let is_of_llama = |library: &&str| library.starts_with("libllama") || library.starts_with("libggml");
+    Elf::parse(&bytes).is_ok_and(|elf| elf.libraries.iter().any(is_of_llama))
+}
+
+/// What to type where moe-hot stands in front of a wrapper: the same with moe-hot behind it, as far as that can be seen.
+fn behind_wrapper(name: &OsStr, args: &[OsString]) -> String {
+    let is_llama =
+        |arg: &OsString| Path::new(arg).file_name().is_some_and(|name| name.as_encoded_bytes().starts_with(b"llama"));
+    let name = name.display();
+    match args.iter().position(is_llama) {
+        Some(at) => {
+            let words = args[..at].iter().map(|arg| format!(" {}", arg.display())).collect::<String>();
+            format!("{name}{words} moe-hot {} …", args[at].display())
+        }
+        None => format!("{name} … moe-hot llama-server …"),
+    }
 }
 
 #[cfg(test)]
@@ -159,16 +196,23 @@ mod tests {
     fn the_version_is_found_among_other_lines() {
         assert_eq!(version_line("load_backend: loaded\nversion: 7 (abc)\nbuilt with"), Some("7 (abc)"));
         assert_eq!(version_line("usage: …"), None);
+        assert_eq!(version_line("version: 3.2"), None, "another program's");
     }
 
     #[test]
-    fn a_users_own_placement_is_seen() {
-        let args = |args: &[&str]| args.iter().map(OsString::from).collect::<Vec<_>>();
-        let none = |_: &str| false;
-        assert!(!places_experts(&args(&["-m", "x", "-cmoed"]), none), "the draft model's is another matter");
-        for given in [&["-cmoe"][..], &["--n-cpu-moe", "7"], &["-ot", "exps=CPU"]] {
-            assert!(places_experts(&args(given), none), "{given:?}");
-        }
-        assert!(places_experts(&[], |name| name == "LLAMA_ARG_N_CPU_MOE"));
+    fn what_is_typed_instead_has_moe_hot_behind_the_wrapper() {
+        let typed = |args: &str| {
+            let words: Vec<_> = args.split(' ').map(OsString::from).collect();
+            behind_wrapper(&words[0], &words[1..])
+        };
+        assert_eq!(typed("taskset -c 0 llama-server -m x"), "taskset -c 0 moe-hot llama-server …");
+        assert_eq!(typed("env A=1 /opt/llama serve"), "env A=1 moe-hot /opt/llama …");
+        assert_eq!(typed("bash start.sh"), "bash … moe-hot llama-server …");
+    }
+
+    #[test]
+    fn libraries_tell_a_program_of_llama_cpps() {
+        assert!(is_linked_with_llama(Path::new("/proc/self/exe")), "these tests are linked with ggml");
+        assert!(!is_linked_with_llama(Path::new("/bin/sh")) && !is_linked_with_llama(Path::new("/dev/null")));
     }
 }

@@ -74,9 +74,18 @@ impl ModelFile {
 
     /// All tensors that hold a layer's experts.
     pub fn experts(&self) -> impl Iterator<Item = ExpertTensor> {
+        self.named_experts().map(|(_, tensor)| tensor)
+    }
+
+    /// Their names.
+    pub fn expert_names(&self) -> impl Iterator<Item = &str> {
+        self.named_experts().map(|(name, _)| name)
+    }
+
+    fn named_experts(&self) -> impl Iterator<Item = (&str, ExpertTensor)> {
         self.tensors.iter().filter_map(|(name, (_, info))| {
             let layer = layer_number(name).filter(|_| name.contains(EXPERTS) && info.n_dims == EXPERT_DIMS)?;
-            Some(ExpertTensor { layer, n_expert: info.shape[2], n_bytes: info.n_bytes })
+            Some((name.as_str(), ExpertTensor { layer, n_expert: info.shape[2], n_bytes: info.n_bytes }))
         })
     }
 

@@ -14,7 +14,9 @@ pub use table::{
 pub use values::{Budget, InvalidValue, Reserve, UpdateRate};
 
 use crate::units::MissRule;
-use host::{LLAMA_NO_HOST, NO_HOST, OFFLOAD_MIN_BATCH, OFFLOAD_MIN_BATCH_DEFAULT, UNIFIED_MEMORY, is_yes, threshold};
+use host::{
+    LAUNCHER_NO_HOST, NO_HOST, OFFLOAD_MIN_BATCH, OFFLOAD_MIN_BATCH_DEFAULT, UNIFIED_MEMORY, is_yes, threshold,
+};
 use std::env;
 use std::ffi::{OsStr, OsString};
 use std::path::PathBuf;
@@ -99,7 +101,9 @@ impl Config {
             test_no_guard: reader.is_one(TEST_NO_GUARD.variable),
             test_wait: reader.is_one(TEST_WAIT.variable),
             test_timings: reader.path(TEST_TIMINGS.variable),
-            no_host: [NO_HOST, LLAMA_NO_HOST].iter().any(|name| reader.given(name).is_some_and(|value| is_yes(&value))),
+            no_host: [LAUNCHER_NO_HOST, NO_HOST.variable]
+                .iter()
+                .any(|name| reader.given(name).is_some_and(|value| is_yes(&value))),
             // As ggml reads it: set to whatever.
             unified_memory: (reader.lookup)(UNIFIED_MEMORY).is_some(),
             claim_unplaced: reader.is_one(TEST_CLAIM_UNPLACED.variable),

@@ -88,8 +88,8 @@ fn what_cannot_be_read_becomes_the_default_and_is_told() {
 #[test]
 fn either_name_keeps_us_away_from_page_locked_memory() {
     assert!(!config(&[]).no_host);
-    assert!(config(&[(NO_HOST, "1")]).no_host && config(&[(LLAMA_NO_HOST, "true")]).no_host);
-    assert!(!config(&[(LLAMA_NO_HOST, "0")]).no_host);
+    assert!(config(&[(LAUNCHER_NO_HOST, "1")]).no_host && config(&[(NO_HOST.variable, "true")]).no_host);
+    assert!(!config(&[(NO_HOST.variable, "0")]).no_host);
 }
 
 #[test]

@@ -33,7 +33,7 @@ BAD_INPUTS = {
     "no such program by path": (["{}/none"], ["{}/none", "expected the path of an executable"]),
     "a file that is no program": (["{}/plain"], ["{}/plain", "expected the path of an executable"]),
     "a folder as program": (["{}"], ["{}", "expected the path of an executable"]),
-    "another revision": (["{}/old", "-m", "x"], ["{}/old", "79c1160b0", "expected commit 0c1e57098"]),
+    "another revision": (["{}/old", "-m", "x", FLAG, "{}/new"], ["{}/old", "79c1160b0", "expected commit 0c1e57098"]),
     "unknown flag": (["{}/good", "--moe-nonsense"], ["--moe-nonsense", f"our flags are {FLAG} FILE"]),
     "flag without value": (["{}/good", FLAG], ["a value is required", FLAG]),
     "flag before another flag": (["{}/good", FLAG, "-m", "x"], ["a value is required", FLAG]),
@@ -70,7 +70,7 @@ def test_an_executable_file_that_is_no_program_is_bad_input(tmp_path):
     broken = tmp_path / "broken"
     broken.write_bytes(bytes(64))
     broken.chmod(0o755)
-    assert_refused(launch(broken), str(broken), "cannot be started")
+    assert_refused(launch(broken, FLAG, tmp_path / "new"), str(broken), "cannot be started")
 
 
 def assert_failed(answer: Answer, *said: str) -> None:
@@ -81,12 +81,12 @@ def assert_failed(answer: Answer, *said: str) -> None:
 
 
 def test_what_is_not_the_users_fault_ends_with_1(fake, tmp_path):
-    assert_failed(launch(fake, TMPDIR=str(tmp_path / "none")), "temporary file")
     trace = tmp_path / "trace.csv"
     trace.write_text("# n_expert=4\nstep,phase,layer,expert\n0,1,0,1\n")
     assert_failed(launch("replay", trace, "--slots", "1", "--json", "/dev/full"), "/dev/full")
     alone = shutil.copy(LAUNCHER, tmp_path / "moe-hot")
-    assert_failed(launch(fake, launcher=alone), "the plugin is missing")
+    assert_failed(launch(fake, FLAG, tmp_path / "new", launcher=alone), "the plugin is missing")
+    assert launch(fake, "-m", "x", launcher=alone).started["args"] == ["-m", "x"]
 
 
 def test_a_bad_path_in_the_environment_is_refused_too(fake, tmp_path):
@@ -98,28 +98,50 @@ def test_an_empty_path_in_the_environment_is_none(fake):
     assert launch(fake, "-m", "x", **{PERF_OUT: ""}).started["args"] == ["-m", "x"]
 
 
-def test_page_locked_memory_is_ruled_out_for_the_plugin_too(fake):
-    assert launch(fake, "--no-host").started["environment"]["MOE_HOT_NO_HOST"] == "1"
-    assert "MOE_HOT_NO_HOST" not in launch(fake).started["environment"]
-
-
 def test_no_program_is_refused_with_usage():
     answer = launch()
     assert answer.code == 2 and "Usage: moe-hot PROGRAM" in answer.err
 
 
-def test_another_backend_in_the_environment_is_not_replaced(fake):
-    answer = launch(fake, GGML_BACKEND_PATH="/opt/libother.so")
-    assert answer.code == 2 and "/opt/libother.so" in answer.err and "expected it unset" in answer.err
-    assert launch(fake, GGML_BACKEND_PATH=str(PLUGIN)).code == 0
+# what GGML_BACKEND_PATH names, below the test's folder: what the line must say
+OTHER_BACKENDS = {"other.so": "loads only one", "none.so": "where nothing is", ".": "a folder"}
+
+
+@pytest.mark.parametrize("name", OTHER_BACKENDS)
+def test_another_backend_in_the_environment_is_not_replaced(fake, out_file, name):
+    other = out_file.parent / name
+    if name == "other.so":
+        other.touch()
+    answer = launch(fake, FLAG, out_file, GGML_BACKEND_PATH=str(other))
+    assert_refused(answer, "GGML_BACKEND_PATH", str(other), OTHER_BACKENDS[name], "expected it unset")
+    started = launch(fake, "-m", "x", GGML_BACKEND_PATH=str(other)).started
+    assert started["environment"]["GGML_BACKEND_PATH"] == str(other), "nothing of ours was asked for"
+
+
+def test_our_own_plugin_may_be_there(fake, out_file):
+    assert launch(fake, FLAG, out_file, GGML_BACKEND_PATH=str(PLUGIN)).code == 0
 
 
 def test_our_flag_becomes_environment_and_the_rest_stays(fake, out_file):
-    started = launch(fake, "-m", "a b.gguf", FLAG, out_file, "--temp", "0", "-p", "--moe").started
-    assert started["args"] == ["--cpu-moe", "-m", "a b.gguf", "--temp", "0", "-p", "--moe"]
+    started = launch(fake, "-m", "a b.gguf", FLAG, out_file, "--temp", "0", "-p", "--moe", b"\xff").started
+    assert started["args"] == ["-m", "a b.gguf", "--temp", "0", "-p", "--moe", "\udcff", "--cpu-moe"]
     assert started["environment"][PERF_OUT] == str(out_file)
     assert Path(started["environment"]["GGML_BACKEND_PATH"]).samefile(PLUGIN)
     assert not out_file.exists(), "the launcher only looks"
+
+
+@pytest.mark.parametrize("given", [["--moe_layer_perf_out", "{}"], ["--moe_layer-perf_out={}"]])
+def test_our_flags_may_be_written_with_underscores(fake, out_file, given):
+    started = launch(fake, *(word.format(out_file) for word in given)).started
+    assert (started["args"], started["environment"][PERF_OUT]) == (["--cpu-moe"], str(out_file))
+
+
+def test_a_prompt_that_looks_like_our_flag_stays_a_prompt(fake, out_file):
+    prompt = ["-p", FLAG, "--control-vector-layer-range", "--cpu-moe", SIZE]
+    started = launch(fake, *prompt, FLAG, out_file).started
+    assert started["args"] == [*prompt, "--cpu-moe"]
+    alone = launch(fake, *prompt).started
+    assert alone["args"] == prompt and "GGML_BACKEND_PATH" not in alone["environment"]
 
 
 def test_a_relative_profile_path_is_made_absolute(fake, tmp_path):
@@ -132,27 +154,12 @@ def test_an_earlier_profile_may_be_replaced(fake, out_file):
     assert launch(fake, FLAG, out_file).code == 0
 
 
-@pytest.mark.parametrize("given", [["--cpu-moe"], ["-cmoe"], ["-ncmoe", "2"], ["--n-cpu-moe", "2"], ["-ot", "exps=CPU"]])
-def test_a_users_own_placement_is_kept(fake, out_file, given):
-    assert launch(fake, *given, FLAG, out_file).started["args"] == given
-
-
-@pytest.mark.parametrize("name", ["LLAMA_ARG_CPU_MOE", "LLAMA_ARG_N_CPU_MOE", "LLAMA_ARG_OVERRIDE_TENSOR"])
-def test_a_users_own_placement_in_the_environment_is_kept(fake, out_file, name):
-    assert launch(fake, FLAG, out_file, **{name: "1"}).started["args"] == []
-
-
-def test_placement_is_in_the_programs_own_words(tmp_path, out_file):
-    bench = write_fake(tmp_path / "bench", help_text="-ncmoe, --n-cpu-moe <n>  (default: 0)")
-    assert launch(bench, FLAG, out_file).started["args"] == ["-ncmoe", "999"]
-    other = write_fake(tmp_path / "other", help_text="usage: other model.gguf")
-    assert launch(other, FLAG, out_file).started["args"] == []
-
-
-def test_without_our_flags_nothing_is_added(fake):
-    started = launch(fake, "-m", "x").started
-    assert started["args"] == ["-m", "x"]
-    assert PERF_OUT not in started["environment"]
+def test_without_our_flags_nothing_is_asked_or_added(tmp_path):
+    fake = write_fake(tmp_path / "fake", asked=tmp_path / "asked")
+    started = launch(fake, "-m", "x", "--moe-cache-mib", "1", b"\xff").started
+    assert started["args"] == ["-m", "x", "--moe-cache-mib", "1", "\udcff"]
+    assert not {PERF_OUT, "GGML_BACKEND_PATH"} & started["environment"].keys()
+    assert not (tmp_path / "asked").exists()
 
 
 def test_a_bare_name_is_found_in_our_own_build_of_stock():

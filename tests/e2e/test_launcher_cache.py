@@ -7,20 +7,19 @@ from pathlib import Path
 import pytest
 
 from conftest import shipped_model
-from launcher import SERVER_HELP, assert_refused, launch, write_fake
+from launcher import BENCH_HELP, FIT_HELP, assert_refused, launch, write_config, write_fake
 from models import generated
 from probe import decode
 
 CACHE = "--moe-hot-cache"
 SCHEMA = "llama.cpp.moe_layer_perf.v1"
-HELP = f"{SERVER_HELP}\n-fit, --fit [on|off]\n-fitt, --fit-target MiB0,MiB1\n--list-devices   print them"
 DEVICES = "Available devices:\n  CUDA0: a GPU (8) (8000 MiB, 6000 MiB free)\n  CUDA1: another (4000 MiB, 3000 MiB free)"
 
 
 @pytest.fixture
 def server(tmp_path) -> Path:
     """A program that fits and has two GPUs."""
-    return write_fake(tmp_path / "llama-fake", help_text=HELP, devices=DEVICES)
+    return write_fake(tmp_path / "llama-fake", help_text=FIT_HELP, devices=DEVICES)
 
 
 def write_profile(path: Path, *layers: dict, **root) -> Path:
@@ -44,7 +43,7 @@ def test_flags_become_environment_and_win_over_it(server, profile):
         "LLAMA_ARG_MOE_HOT_CACHE_AUTO_RESERVE_MIB": "5",
         "LLAMA_ARG_MOE_HOT_CACHE_DEVICE": "CUDA1",
     }
-    assert started["args"][:3] == ["--cpu-moe", "-c", "9"]
+    assert started["args"][:3] == ["-c", "9", "--cpu-moe"]
 
 
 def test_the_environment_is_checked_like_flags(server, profile):
@@ -75,10 +74,14 @@ def test_an_unknown_device_is_refused_with_those_there_are(server, profile):
     assert launch(server, CACHE, profile, f"{CACHE}-device", "CPU").code == 0
 
 
-def test_devices_of_an_rpc_server_count(profile, rpc_endpoint):
-    flags = [CACHE, profile, "--rpc", rpc_endpoint, f"{CACHE}-device"]
-    assert_refused(launch("llama-completion", *flags, "CUDA0"), "expected one of RPC0, CPU")
-    assert launch("llama-completion", *flags, "RPC0", "--version").code == 0
+def test_devices_of_an_rpc_server_count(profile, rpc_endpoint, tmp_path):
+    flags = [CACHE, profile, f"{CACHE}-device"]
+    config = write_config(tmp_path, f"rpc = {rpc_endpoint}")
+    for args, environment in ((["--rpc", rpc_endpoint], {}), ([], {"LLAMA_ARG_RPC": rpc_endpoint}), ([], config)):
+        assert "RPC0: " in launch("llama-completion", *args, "--list-devices", **environment).out, "stock reads it so"
+        answer = launch("llama-completion", *flags, "CUDA0", *args, **environment)
+        assert_refused(answer, "expected one of RPC0, CPU")
+        assert launch("llama-completion", *flags, "RPC0", *args, "--version", **environment).code == 0
 
 
 @pytest.fixture(params=["shipped", "F16", "Q4_K"])
@@ -140,6 +143,9 @@ FIT_TARGETS = {
     "automatic, on another device": (["{}-device", "CUDA1"], {}, "2524"),
     "the user's own target is raised": (["--fit-target", "100", "{}-max-mib", "500"], {}, "600"),
     "in the environment too": (["{}-max-mib", "500"], {"LLAMA_ARG_FIT_TARGET": "200"}, "700"),
+    "with underscores, repeated, with a unit": (["--fit_target", "1", "-fitt", "9M", "{}-max-mib", "5"], {}, "14"),
+    "the command line wins": (["-fitt", "3", "{}-max-mib", "5"], {"LLAMA_ARG_FIT_TARGET": "200"}, "8"),
+    "a prompt is no target": (["-p", "-fitt", "{}-max-mib", "5"], {}, "1029"),
     "a list, at the device's place": (
         ["-fitt", "1,2", "-dev", "CUDA1,CUDA0", "{}-max-mib", "500", "{}-device", "CUDA0"],
         {},
@@ -153,7 +159,7 @@ def test_fit_leaves_room_for_the_cache(server, profile, name):
     args, environment, target = FIT_TARGETS[name]
     started = launch(server, CACHE, profile, *(arg.format(CACHE) for arg in args), **environment).started
     assert started["args"][-2:] == ["--fit-target", target]
-    assert sum("-fit" in arg for arg in started["args"]) == 1
+    assert sum("-fit" in arg for arg in started["args"]) == (2 if "-p" in args else 1)
     assert "LLAMA_ARG_FIT_TARGET" not in started["environment"]
 
 
@@ -162,6 +168,34 @@ def test_fit_is_left_alone_where_no_room_is_needed(server, profile, off):
     assert "--fit-target" not in launch(server, CACHE, profile, *off).started["args"]
     fit_off = launch(server, CACHE, profile, LLAMA_ARG_FIT="off").started
     assert "--fit-target" not in fit_off["args"]
+
+
+def test_each_test_of_llama_bench_leaves_room(tmp_path, profile):
+    bench = write_fake(tmp_path / "bench", help_text=BENCH_HELP, devices=DEVICES)
+    flags = [CACHE, profile, f"{CACHE}-max-mib", "500", "-fitt", "1,2", "--fit_target", "3"]
+    args = launch(bench, *flags, LLAMA_ARG_FIT_TARGET="9").started["args"]
+    assert args == ["-ncmoe", "999", "--fit-target", "501,502,503"]
+
+
+# how llama.cpp's own cache is given, and whether it is on
+THEIR_CACHE = [
+    (["--moe-cache-mib", "512"], {}, True),
+    (["--moe_cache_mib", "512"], {}, True),
+    ([], {"LLAMA_ARG_MOE_CACHE_MIB": "512"}, True),
+    (["--moe-cache-mib", "512", "--moe-cache-mib", "0"], {}, False),
+    ([], {"LLAMA_ARG_MOE_CACHE_MIB": "0"}, False),
+]
+
+
+@pytest.mark.parametrize(("args", "environment", "is_on"), THEIR_CACHE)
+def test_two_caches_for_the_same_experts_are_refused(server, profile, args, environment, is_on):
+    answer = launch(server, CACHE, profile, *args, **environment)
+    if is_on:
+        assert_refused(answer, "--moe-cache-mib", "LLAMA_ARG_MOE_CACHE_MIB", "512", f"expected either that or {CACHE}")
+    else:
+        assert answer.started["args"][: len(args)] == args
+    assert launch(server, CACHE, profile, f"{CACHE}-max-mib", "0", *args, **environment).code == 0, "ours is off"
+    assert launch(server, "--moe-layer-perf-out", profile, *args, **environment).code == 0, "a recording is no cache"
 
 
 def test_room_is_no_more_than_the_experts_need(server, tmp_path):
