@@ -8,6 +8,7 @@ mod failure;
 mod fit;
 mod flags;
 mod launch;
+mod own_files;
 mod program;
 mod replay;
 mod same_model;
