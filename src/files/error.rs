@@ -16,13 +16,13 @@ pub enum FileError {
         error: io::Error,
     },
     /// A folder.
-    #[error("is a folder; expected a file")]
+    #[error("it is a folder; expected a file")]
     Folder,
     /// A pipe, a device or the like.
-    #[error("is a pipe, socket or device; expected a regular file")]
+    #[error("it is a pipe, socket or device, not a regular file")]
     NotRegular,
     /// What the program reads or prints to.
-    #[error("is this program's own input or output; expected another file")]
+    #[error("it is this program's own input or output; expected another file")]
     StandardStream,
     /// The file would be larger than the process may write.
     #[error("file-size limit: {bytes} bytes, and ulimit -f allows {limit}")]

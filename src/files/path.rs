@@ -30,7 +30,11 @@ pub fn target_of(path: &Path) -> Result<PathBuf, FileError> {
         match fs::symlink_metadata(&target) {
             Ok(meta) if meta.is_symlink() => {
                 let link = fs::read_link(&target).map_err(&failed)?;
-                target = folder_of(&target).join(link);
+                let next = folder_of(&target).join(link);
+                if fs::symlink_metadata(&next).is_err() && fs::metadata(&target).is_ok() {
+                    return Ok(target); // a link of /proc, which leads to a file without a name
+                }
+                target = next;
             }
             Ok(_) => return Ok(target),
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(target),
