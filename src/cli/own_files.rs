@@ -18,7 +18,7 @@ pub fn trace_to_write(path: &Path) -> Result<PathBuf> {
     check(&path).map_err(told).context(EXPECTED).with_context(with_path)?;
     match open_to_read(&path).and_then(|file| read_start(&file, MAGIC.len())) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => {
-            return Err(Error::new(error).context("cannot be read")).with_context(with_path);
+            Err(Error::new(error).context("cannot be read")).with_context(with_path)
         }
         Ok(start) if !start.is_empty() && start != MAGIC => bail!("{}: {EXPECTED}", with_path()),
         _ => Ok(path),

@@ -5,7 +5,7 @@
 
 use super::error::{FileError, Note, is_unsupported};
 use super::grow::Growing;
-use super::path::{folder_of, regular_file_at, stands_at, target_of};
+use super::path::{folder_of, regular_file_at, target_of};
 use super::system::{FileSystem, Linux};
 use std::fs::{self, File, OpenOptions, Permissions};
 use std::io::{self, Read, Seek};
@@ -47,6 +47,8 @@ pub struct Claimed<S: FileSystem = Linux> {
     path: PathBuf,
     /// The version that stands there, with its lock; `None`: nothing is there.
     held: Option<File>,
+    /// Whether a file can be known by its number. Some network file systems make them up anew.
+    has_numbers: bool,
     /// Whether temporary files that were left behind have been looked for.
     is_tidy: bool,
     notes: Notes,
@@ -69,8 +71,8 @@ pub fn claim(path: &Path) -> Result<Claim, FileError> {
 
 /// [`claim`] in any file system.
 pub fn claim_in<S: FileSystem>(system: S, path: &Path) -> Result<Claim<S>, FileError> {
-    let mut notes = Notes::default();
-    for _ in 0..MAX_TRIES {
+    let (mut notes, mut has_numbers) = (Notes::default(), true);
+    for n in 1..=MAX_TRIES {
         let target = target_of(path)?;
         let mut held = None;
         if regular_file_at(&target)?.is_some() {
@@ -85,11 +87,15 @@ pub fn claim_in<S: FileSystem>(system: S, path: &Path) -> Result<Claim<S>, FileE
             if !lock(&system, file, &mut notes) {
                 return Ok(Claim::Taken);
             }
-            if !stands_at(file, &target) {
-                continue;
+            if !system.stands_at(file, &target) {
+                if n < MAX_TRIES {
+                    continue;
+                }
+                // Nobody replaces it so often: here files have no lasting numbers to know them by.
+                has_numbers = false;
             }
         }
-        return Ok(Claim::Ours(Claimed { system, path: path.into(), held, is_tidy: false, notes }));
+        return Ok(Claim::Ours(Claimed { system, path: path.into(), held, has_numbers, is_tidy: false, notes }));
     }
     Ok(Claim::Taken)
 }
@@ -143,7 +149,7 @@ impl<S: FileSystem> Claimed<S> {
                 Err(error) => return Err(FileError::system("cannot be created")(error)),
             },
         };
-        if !lock(&self.system, &file, &mut self.notes) || !stands_at(&file, &target) {
+        if !lock(&self.system, &file, &mut self.notes) || (self.has_numbers && !self.system.stands_at(&file, &target)) {
             return Ok(None);
         }
         file.set_len(0).and_then(|()| file.rewind()).map_err(failed)?;
@@ -155,11 +161,12 @@ impl<S: FileSystem> Claimed<S> {
     /// Where nothing can take its place it is overwritten, which is noted. On failure the old version is still there.
     pub fn replace(&mut self, bytes: &[u8]) -> Result<Replaced, FileError> {
         let target = target_of(&self.path)?;
-        if self.held.as_ref().is_some_and(|held| !stands_at(held, &target)) {
-            if regular_file_at(&target)?.is_some() {
+        if let Some(held) = &self.held {
+            if regular_file_at(&target)?.is_none() {
+                self.held = None; // it has been removed
+            } else if self.has_numbers && !self.system.stands_at(held, &target) {
                 return Ok(Replaced::Lost);
             }
-            self.held = None; // it has been removed
         }
         let n_bytes = bytes.len() as u64;
         if let Some(limit) = self.system.size_limit().filter(|&limit| n_bytes > limit) {
@@ -188,7 +195,7 @@ impl<S: FileSystem> Claimed<S> {
             let made = tempfile::Builder::new().prefix(PREFIX).suffix(SUFFIX).make_in(folder_of(target), make);
             let (file, path) = NamedTempFile::into_parts(made?);
             // Else somebody who tidies has taken it for one that was left behind.
-            if lock(&self.system, &file, &mut self.notes) && stands_at(&file, &path) {
+            if lock(&self.system, &file, &mut self.notes) && file.metadata()?.nlink() > 0 {
                 return Ok((file, path));
             }
         }
@@ -315,7 +322,7 @@ impl<S: FileSystem> Claimed<S> {
             if is_file && entry.file_name().to_str().is_some_and(is_ours) {
                 let path = entry.path();
                 let Ok(file) = self.system.open(&path, OpenOptions::new().read(true).write(true)) else { continue };
-                if self.system.lock(&file).is_ok_and(|is_locked| is_locked) && stands_at(&file, &path) {
+                if self.system.lock(&file).is_ok_and(|is_locked| is_locked) && self.system.stands_at(&file, &path) {
                     let _ = fs::remove_file(&path);
                 }
             }

@@ -2,6 +2,7 @@
 
 use super::error::{is_full, is_unsupported};
 use super::open::open;
+use super::path::stands_at;
 use rustix::fs::{CWD, FallocateFlags, RenameFlags, fallocate, renameat_with};
 use rustix::process::{Resource, getrlimit};
 use std::fs::{self, File, OpenOptions, TryLockError};
@@ -68,6 +69,11 @@ pub trait FileSystem: Clone {
     /// How large a file may become that this process writes. Beyond that the system ends the process.
     fn size_limit(&self) -> Option<u64> {
         getrlimit(Resource::Fsize).current
+    }
+
+    /// Whether `file` is what stands at `path` now, not an earlier version.
+    fn stands_at(&self, file: &File, path: &Path) -> bool {
+        stands_at(file, path)
     }
 
     /// Writes all of `bytes` where the file's position is.

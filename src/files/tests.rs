@@ -102,6 +102,10 @@ impl FileSystem for Faulty {
         Linux.change_owner(file, user, group)
     }
 
+    fn stands_at(&self, file: &File, path: &Path) -> bool {
+        self.fail("number").is_ok() && Linux.stands_at(file, path)
+    }
+
     fn size_limit(&self) -> Option<u64> {
         self.limit
     }
@@ -159,6 +163,7 @@ const SAVED_ALL_THE_SAME: &[(&str, &[Fault], &[&str])] = &[
     ("a path with no room for another name", &[("temporary", ENAMETOOLONG)], &["in place"]),
     ("a mount point that reserves nothing", &[("rename", EBUSY), ("reserve", EOPNOTSUPP)], &["in place"]),
     ("all of it", &[("lock", ENOLCK), ("rename", EBUSY), ("sync", EINVAL)], &["no locks", "in place"]),
+    ("files whose numbers change (SMB)", &[("number", 0)], &[]),
     ("a signal while it writes", &[("once write", EINTR)], &[]),
 ];
 
@@ -407,6 +412,10 @@ fn a_file_that_grows_and_is_removed_replaced_or_changed_has_ended() {
     for change in [
         (|path| fs::remove_file(path).unwrap()) as fn(&Path),
         |path| fs::rename(path, path.with_extension("old")).unwrap(),
+        |path| {
+            fs::remove_file(path).unwrap();
+            fs::write(path, "another's, longer than ours").unwrap();
+        },
         |path| fs::write(path, "another's, longer than ours").unwrap(),
         |path| fs::write(path, "").unwrap(),
         |path| fs::remove_dir_all(path.parent().unwrap()).unwrap(),

@@ -4,6 +4,8 @@ import re
 
 import pytest
 
+from fake import fake_environment
+from hot import ends, starts
 from models import generated
 from paths import LAUNCHER, PLUGIN, STOCK_BIN
 from probe import Result, decode
@@ -85,3 +87,11 @@ def test_a_cache_that_is_inert_in_a_silent_program_says_so(tmp_path, verbose):
     run([LAUNCHER, "llama-bench", "-m", generated("Q4_K"), *BENCH, *cache, *verbose], log, stock_environment())
     (line,) = our_lines(log.read_text(errors="replace"))
     assert line.startswith("inert: no hot cache: ")
+
+
+def test_a_cache_that_serves_a_silent_program_says_so(hot, tmp_path):
+    log, profile = tmp_path / "log", hot.profile(generated("Q4_K"), [decode(1)])
+    environment = fake_environment(plugin=PLUGIN, LLAMA_ARG_MOE_HOT_CACHE=profile, MOE_HOT_TEST_SLOTS=8)
+    run([STOCK_BIN / "llama-bench", "-m", generated("Q4_K"), *BENCH, "-ncmoe", 999], log, environment)
+    text = log.read_text(errors="replace")
+    assert len(starts(text)) == 1 and [end.hits > 0 for end in ends(text)] == [True]
