@@ -7,6 +7,7 @@ pub mod cache;
 pub mod cli;
 mod device;
 mod error;
+mod files;
 #[cfg(not(feature = "compile-fail-tests"))]
 mod ggml;
 #[cfg(feature = "compile-fail-tests")]

@@ -12,18 +12,22 @@ const MAY_USE: &[(&str, &[&str])] = &[
     ("error", &[]),
     ("units", &["error"]),
     ("options", &["units"]),
+    ("files", &[]),
     ("ggml", &["error"]),
     ("gguf", &["units", "error"]),
     ("moe", &["ggml", "error"]),
     ("device", &["ggml", "units", "error"]),
     ("lanes", &["ggml", "moe", "device", "units", "error"]),
     ("cache", &["units", "error"]),
-    ("profile", &["units", "error"]),
+    ("profile", &["files", "units", "error"]),
     ("trace", &["units", "error"]),
     ("replay", &["cache", "trace", "units", "error"]),
-    ("runtime", &["cache", "device", "error", "ggml", "gguf", "lanes", "moe", "options", "profile", "trace", "units"]),
+    (
+        "runtime",
+        &["cache", "device", "error", "files", "ggml", "gguf", "lanes", "moe", "options", "profile", "trace", "units"],
+    ),
     ("plugin", &["runtime", "ggml", "error"]),
-    ("cli", &["cache", "error", "ggml", "gguf", "options", "profile", "replay", "trace", "units"]),
+    ("cli", &["cache", "error", "files", "ggml", "gguf", "options", "profile", "replay", "trace", "units"]),
 ];
 
 /// Folders whose code may be `unsafe`.

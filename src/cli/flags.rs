@@ -1,19 +1,16 @@
 //! Our own flags, which stand among the program's arguments.
 
 use super::failure::{Failure, OrFail, named_by_user};
-use super::same_model::check_model;
-use crate::Error;
+use super::own_files;
+use super::same_model::RecordedFrom;
 use crate::gguf::ModelFile;
 use crate::options::host::{self, MOE_CACHE_MIB, Syntax, spelling};
+use crate::options::launcher;
 use crate::options::{Config, HOT_CACHE, InvalidVariable, Kind, OPTIONS, OptionSpec, PERF_OUT, TRACE_OUT};
-use crate::profile::{OutputFile, RecordedProfile, folder_of};
-use crate::trace::MAGIC;
-use anyhow::{Context, Result, anyhow, bail};
+use anyhow::{Context, Result, anyhow};
 use clap::builder::{NonEmptyStringValueParser, PathBufValueParser, TypedValueParser, ValueParser};
 use clap::{Arg, Command};
 use std::ffi::{OsStr, OsString};
-use std::fs::File;
-use std::io::{self, Read};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
@@ -25,6 +22,8 @@ const PREFIX: &str = "--moe-";
 pub struct Flags {
     /// By option, each once.
     given: Vec<(&'static OptionSpec, OsString)>,
+    /// What the plugin should know besides, as variables.
+    from_launcher: Vec<(&'static str, OsString)>,
 }
 
 impl Flags {
@@ -51,22 +50,31 @@ impl Flags {
                 HOT_CACHE.value_name
             )));
         }
+        let (learns, mut said_quantisation) = (self.config().learns(), false);
         for (option, value) in &mut self.given {
             let path = Path::new(value.as_os_str());
             let checked = match *option {
-                option if *option == PERF_OUT => check_output(path),
-                option if *option == TRACE_OUT => check_trace(path),
-                option if *option == HOT_CACHE => check_input(path, model),
+                option if *option == PERF_OUT => own_files::profile_to_write(path),
+                option if *option == TRACE_OUT => own_files::trace_to_write(path),
+                option if *option == HOT_CACHE => {
+                    own_files::profile_to_read(path, model, learns).map(|(path, from)| {
+                        said_quantisation = from == RecordedFrom::OtherQuantisation;
+                        path
+                    })
+                }
                 _ => continue,
             };
             *value = checked.context(option.flag).map_err(named_by_user)?.into_os_string();
         }
+        own_files::check_apart(&self.config()).or_input()?;
+        self.from_launcher = launcher::facts(said_quantisation);
         Ok(())
     }
 
     /// The environment that tells the plugin all this.
     pub fn environment(&self) -> impl Iterator<Item = (&'static str, &OsStr)> {
-        self.given.iter().map(|(option, value)| (option.variable, value.as_os_str()))
+        let given = self.given.iter().map(|(option, value)| (option.variable, value.as_os_str()));
+        given.chain(self.from_launcher.iter().map(|(variable, value)| (*variable, value.as_os_str())))
     }
 
     /// Takes from the environment what was not given as a flag.
@@ -122,7 +130,7 @@ pub fn take(args: Vec<OsString>, syntax: &Syntax) -> Result<(Flags, Vec<OsString
         .try_get_matches_from(ours)
         .map_err(|error| anyhow!("{}; our flags are {}", first_line(&error), list()))?;
     let given = OPTIONS.into_iter().filter_map(|option| Some((option, matches.remove_one::<OsString>(option.flag)?)));
-    Ok((Flags { given: given.collect() }, theirs))
+    Ok((Flags { given: given.collect(), ..Flags::default() }, theirs))
 }
 
 fn part(args: Vec<OsString>, syntax: &Syntax) -> (Vec<OsString>, Vec<OsString>) {
@@ -182,54 +190,6 @@ fn starts_with(arg: &OsStr, prefix: &str) -> bool {
 fn first_line(error: &clap::Error) -> String {
     let text = error.to_string();
     text.lines().next().unwrap_or_default().trim_start_matches("error: ").to_owned()
-}
-
-/// A path where a trace may be written: absolute, in an existing writable folder, free or a regular file.
-fn check_trace(path: &Path) -> Result<PathBuf> {
-    let path = std::path::absolute(path).with_context(|| format!("{path:?}: expected a file name"))?;
-    if !is_free_or_trace(&path).with_context(|| format!("{}: cannot be read", path.display()))? {
-        bail!("{}: expected a new file or an earlier trace", path.display());
-    }
-    check_folder_of(&path)?;
-    Ok(path)
-}
-
-/// Whether nothing is there, or an empty file, or what begins as a trace does.
-fn is_free_or_trace(path: &Path) -> io::Result<bool> {
-    match std::fs::metadata(path) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(true),
-        Err(error) => return Err(error),
-        Ok(meta) if !meta.is_file() => return Ok(false),
-        Ok(_) => {}
-    }
-    let mut start = Vec::new();
-    File::open(path)?.take(MAGIC.len() as u64).read_to_end(&mut start)?;
-    Ok(start.is_empty() || start == MAGIC)
-}
-
-fn check_folder_of(path: &Path) -> Result<()> {
-    let folder = folder_of(path);
-    tempfile::tempfile_in(&folder).map(drop).with_context(|| {
-        format!("{}: expected an existing folder that can be written to: {}", path.display(), folder.display())
-    })
-}
-
-/// A path where a profile may be written: absolute, in an existing writable folder, free or held by a profile.
-fn check_output(path: &Path) -> Result<PathBuf> {
-    let path = std::path::absolute(path).with_context(|| format!("{path:?}: expected a file name"))?;
-    OutputFile::check(&path).context("expected a new file or an earlier profile")?;
-    check_folder_of(&path)?;
-    Ok(path)
-}
-
-/// A profile to read: absolute, whole, and of this model.
-fn check_input(path: &Path, model: Option<&ModelFile>) -> Result<PathBuf> {
-    let path = std::path::absolute(path).with_context(|| format!("{path:?}: expected a file name"))?;
-    let profile = RecordedProfile::read(&path)?;
-    if let Some(model) = model {
-        check_model(&profile, model).map_err(|error| Error::file(&path, error))?;
-    }
-    Ok(path)
 }
 
 #[cfg(test)]

@@ -9,6 +9,7 @@ mod failure;
 mod fit;
 mod flags;
 mod launch;
+mod own_files;
 mod placement;
 mod program;
 mod question;

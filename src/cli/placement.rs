@@ -26,7 +26,7 @@ fn has_expert_pattern(list: &str, model: Option<&ModelFile>) -> bool {
     let pairs = list.split([',', ';']).filter_map(|pair| pair.split_once('='));
     pairs.into_iter().any(|(pattern, _)| match regex(pattern) {
         Some(regex) => match model {
-            Some(model) => model.expert_names().any(|name| regex.find(name).is_some()),
+            Some(model) => model.experts().any(|expert| regex.find(expert.name).is_some()),
             None => usual_names().any(|name| regex.find(&name).is_some()),
         },
         // Either llama.cpp cannot read it either, or we do not know what it matches: nothing is added to it.

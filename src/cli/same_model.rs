@@ -1,7 +1,8 @@
-//! Whether a profile is of the model it is to be used with.
+//! Whether a profile is of the model it is to be used with, or of another quantisation of it.
 
-use crate::gguf::ModelFile;
-use crate::profile::{RecordedProfile, TensorId};
+use crate::gguf::{Layers, ModelFile};
+use crate::profile::{ModelId, ModelMismatchError, ModelShape, RecordedProfile, TensorId};
+use crate::units::layer_number;
 use std::cell::OnceCell;
 use std::collections::BTreeMap;
 use std::io;
@@ -9,67 +10,83 @@ use std::path::PathBuf;
 
 /// A profile of another model than the one to be started.
 #[derive(Debug, thiserror::Error)]
-#[error("was recorded from another model than {model}: {what}; expected a profile of this model")]
-pub struct OtherModelError {
-    /// The model's file.
-    pub model: PathBuf,
-    /// How they differ.
-    pub what: ModelMismatchError,
-}
-
-/// How a profile and a model contradict each other.
-#[non_exhaustive]
-#[derive(Debug, thiserror::Error)]
-pub enum ModelMismatchError {
-    /// A tensor of both that is not the same.
-    #[error("tensor {0} differs")]
-    Tensor(String),
-    /// They share no tensor.
-    #[error("it has none of the {0} tensors that were recorded")]
-    NothingShared(usize),
-    /// A layer in the profile that has no experts in the model.
-    #[error("it has no experts in layer {layer}")]
-    Layer {
-        /// Layer number.
-        layer: u32,
-    },
-    /// Different numbers of experts.
-    #[error("it has {ours} experts in {place}, not {theirs}")]
-    Experts {
-        /// Which layer, or the largest.
-        place: String,
-        /// In the model.
-        ours: u64,
-        /// In the profile.
-        theirs: u32,
-    },
-    /// An expert in the profile that is not in the model.
-    #[error("it has {ours} experts in layer {layer}, and the profile counts expert {expert}")]
-    Expert {
-        /// Layer number.
-        layer: u32,
-        /// In the model.
-        ours: u64,
-        /// Expert id in the profile.
-        expert: u32,
+pub enum OtherModelError {
+    /// They contradict each other.
+    #[error("was recorded from another model than {model}: {what}; expected a profile of this model")]
+    Mismatch {
+        /// The model's file.
+        model: PathBuf,
+        /// How they differ.
+        what: ModelMismatchError,
     },
     /// The model's bytes cannot be read.
-    #[error("its tensors cannot be read: {0}")]
-    Unreadable(#[from] io::Error),
+    #[error("cannot be compared with {model}, whose tensors cannot be read: {error}; expected a whole model")]
+    Unreadable {
+        /// The model's file.
+        model: PathBuf,
+        /// The system's answer.
+        error: io::Error,
+    },
 }
 
-/// Compares a profile with a model: by its tensors' fingerprints, or, where the profile has none, by layers and experts.
+/// What a profile that serves a model was recorded from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RecordedFrom {
+    /// This model, as far as the profile says.
+    ThisModel,
+    /// The same model with other types.
+    OtherQuantisation,
+}
+
+/// Compares a profile with a model: by its tensors' fingerprints, then by what all quantisations have in common, or, where the
+/// profile names no tensors, by layers and experts.
 ///
-/// Fails with the first contradiction, in the order of names or layers.
-pub fn check_model(profile: &RecordedProfile, model: &ModelFile) -> Result<(), OtherModelError> {
-    compare(profile, model).map_err(|what| OtherModelError { model: model.path().into(), what })
+/// Fails with the first contradiction.
+pub fn check_model(profile: &RecordedProfile, model: &ModelFile) -> Result<RecordedFrom, OtherModelError> {
+    let mismatch = |what| OtherModelError::Mismatch { model: model.path().into(), what };
+    let recorded = match &profile.model {
+        Some(recorded) if !recorded.tensors.is_empty() => recorded,
+        _ => return same_layers(profile, model).map(|()| RecordedFrom::ThisModel).map_err(mismatch),
+    };
+    let is_same = has_tensors(model, recorded);
+    if is_same.map_err(|error| OtherModelError::Unreadable { model: model.path().into(), error })? {
+        return Ok(RecordedFrom::ThisModel);
+    }
+    let compared = profile.check_other_quantisation(recorded, &shape(model, profile, recorded));
+    compared.map(|()| RecordedFrom::OtherQuantisation).map_err(mismatch)
 }
 
-fn compare(profile: &RecordedProfile, model: &ModelFile) -> Result<(), ModelMismatchError> {
-    match &profile.model {
-        Some(recorded) if !recorded.tensors.is_empty() => same_tensors(&recorded.tensors, model),
-        _ => same_layers(profile, model),
+/// Whether some of the recorded tensors are in the model, and all of those are equal.
+fn has_tensors(model: &ModelFile, recorded: &ModelId) -> io::Result<bool> {
+    let mut is_any = false;
+    for (name, theirs) in &recorded.tensors {
+        let Some(ours) = fingerprint(model, name)? else { continue };
+        if ours != *theirs {
+            return Ok(false);
+        }
+        is_any = true;
     }
+    Ok(is_any)
+}
+
+/// What is to be compared of a model with a profile.
+fn shape(model: &ModelFile, profile: &RecordedProfile, recorded: &ModelId) -> ModelShape {
+    let Layers { n_expert_used, n_layers, n_predicting } = model.layers();
+    let n_computed = n_layers.zip(n_predicting).map_or(u64::MAX, |(all, last)| all.saturating_sub(last));
+    let is_computed = |layer: u32| u64::from(layer) < n_computed || profile.layers.contains_key(&layer);
+    let experts = model.experts().filter(|tensor| is_computed(tensor.layer));
+    let mut tensors: BTreeMap<_, _> =
+        experts.map(|tensor| (tensor.name.to_owned(), (tensor.layer, tensor.shape))).collect();
+    // What was recorded need not be called as experts are.
+    for name in recorded.tensors.keys().filter(|name| !name.contains("_exps")) {
+        if let (Some(layer), Some(tensor)) = (layer_number(name), model.tensor(name)) {
+            let [n_in, n_out, n_expert, _] = tensor.info.shape;
+            tensors.insert(name.clone(), (layer, [n_in, n_out, n_expert]));
+        }
+    }
+    let n_used = n_expert_used.and_then(|n_used| u32::try_from(n_used).ok());
+    let by_layer = tensors.values().filter_map(|(layer, _)| Some((*layer, n_used?))).collect();
+    ModelShape { tensors, n_used: by_layer, is_whole: true }
 }
 
 fn same_layers(profile: &RecordedProfile, model: &ModelFile) -> Result<(), ModelMismatchError> {
@@ -93,18 +110,6 @@ fn same_layers(profile: &RecordedProfile, model: &ModelFile) -> Result<(), Model
 
 fn same_number(place: String, ours: u64, theirs: u32) -> Result<(), ModelMismatchError> {
     if ours == u64::from(theirs) { Ok(()) } else { Err(ModelMismatchError::Experts { place, ours, theirs }) }
-}
-
-fn same_tensors(recorded: &BTreeMap<String, String>, model: &ModelFile) -> Result<(), ModelMismatchError> {
-    let mut shared = 0;
-    for (name, theirs) in recorded {
-        let Some(ours) = fingerprint(model, name)? else { continue };
-        if ours != *theirs {
-            return Err(ModelMismatchError::Tensor(name.clone()));
-        }
-        shared += 1;
-    }
-    if shared == 0 { Err(ModelMismatchError::NothingShared(recorded.len())) } else { Ok(()) }
 }
 
 /// What the plugin will find to be the fingerprint of the model's tensor `name`. `None` if there is no such tensor.
@@ -151,18 +156,31 @@ mod tests {
 
     #[test]
     fn recorded_tensors_decide_whether_it_is_the_same_model() {
-        const TENSOR: &str = "blk.1.ffn_up_exps.weight";
-        let id = fingerprint(&model(2, 4, 1), TENSOR).unwrap().unwrap();
-        let of = |tensor: &str| {
-            let tensors = serde_json::json!({ tensor: id });
+        let tensors = |model: &ModelFile| -> serde_json::Map<_, _> {
+            let id = |name: &str| fingerprint(model, name).unwrap().unwrap();
+            model.experts().map(|tensor| (tensor.name.to_owned(), id(tensor.name).into())).collect()
+        };
+        let of = |recorded: &ModelFile| {
+            let (tensors, n_expert) = (tensors(recorded), recorded.experts().next().unwrap().n_expert);
+            let layers: Vec<_> = recorded.experts().map(|tensor| tensor.layer).collect();
+            let counted: Vec<_> = layers.iter().map(|n| format!(r#"{{"layer":{n},"experts":[[0,1]]}}"#)).collect();
+            let own: Vec<_> = layers.iter().map(|n| format!(r#"{{"layer":{n},"n_expert":{n_expert}}}"#)).collect();
             profile(&format!(
-                r#""layers":[{{"layer":1,"experts":[[0,1]]}}],"model":{{"fingerprint":"","tensors":{tensors}}}"#
+                r#""layers":[{}],"model":{{"fingerprint":"","tensors":{}}},"moe_hot":{{"layers":[{}]}}"#,
+                counted.join(","),
+                serde_json::Value::Object(tensors),
+                own.join(",")
             ))
         };
-        assert!(check_model(&of(TENSOR), &model(2, 4, 1)).is_ok());
-        assert!(mismatch(&of(TENSOR), &model(2, 4, 2)).contains(TENSOR), "other bytes");
-        assert!(mismatch(&of(TENSOR), &model(2, 8, 1)).contains(TENSOR), "another shape");
-        assert!(mismatch(&of("blk.7.x"), &model(2, 4, 1)).contains("none of the 1 tensors"));
+        let recorded = of(&model(2, 4, 1));
+        assert_eq!(check_model(&recorded, &model(2, 4, 1)).unwrap(), RecordedFrom::ThisModel);
+        assert_eq!(check_model(&recorded, &model(2, 4, 2)).unwrap(), RecordedFrom::OtherQuantisation, "other bytes");
+        assert!(mismatch(&recorded, &model(2, 8, 1)).contains("8 experts in layer 0, not 4"));
+        assert!(mismatch(&recorded, &model(1, 4, 2)).contains("no experts in layer 1"));
+        assert!(mismatch(&recorded, &model(3, 4, 2)).contains("layer 2, and the profile does not know"));
+        let elsewhere =
+            r#""layers":[{"layer":1,"experts":[[0,1]]}],"model":{"fingerprint":"","tensors":{"blk.7.x":"1"}}"#;
+        assert!(mismatch(&profile(elsewhere), &model(2, 4, 1)).contains("none of the 1 tensors"));
     }
 
     #[test]

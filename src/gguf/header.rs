@@ -1,4 +1,4 @@
-//! One file's header: magic, metadata (passed over but for three keys), and the table of tensors.
+//! One file's header: magic, metadata (passed over but for a few keys), and the table of tensors.
 
 use super::error::GgufError;
 use super::types::Type;
@@ -22,6 +22,10 @@ const MAX_NAME_BYTES: u64 = 63;
 const MAX_DIMS: u32 = 4;
 /// Where a file does not say.
 const DEFAULT_ALIGNMENT: u64 = 32;
+/// How keys end that say something of layers; an architecture's name comes before.
+const EXPERTS_USED: &str = ".expert_used_count";
+const LAYERS: &str = ".block_count";
+const PREDICTING: &str = ".nextn_predict_layers";
 /// More parts than any split model has.
 const MAX_PARTS: u64 = 10_000;
 
@@ -45,8 +49,32 @@ pub struct TensorInfo {
 pub struct Header {
     /// Files that the model is split into, 1 if it is not.
     pub n_parts: u64,
+    /// What it says of the model's layers.
+    pub layers: Layers,
     /// By name.
     pub tensors: BTreeMap<String, TensorInfo>,
+}
+
+/// What a file says of the model's layers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Layers {
+    /// Experts per token, where all layers have the same.
+    pub n_expert_used: Option<u64>,
+    /// Layers in all.
+    pub n_layers: Option<u64>,
+    /// Those at the end that predict further tokens; they are computed only where that is asked for.
+    pub n_predicting: Option<u64>,
+}
+
+impl Layers {
+    /// Where this says nothing, `other` does.
+    pub fn or(self, other: Self) -> Self {
+        Self {
+            n_expert_used: self.n_expert_used.or(other.n_expert_used),
+            n_layers: self.n_layers.or(other.n_layers),
+            n_predicting: self.n_predicting.or(other.n_predicting),
+        }
+    }
 }
 
 impl Header {
@@ -63,12 +91,15 @@ impl Header {
         }
         let n_tensors = source.at_most("tensors", MAX_TENSORS)?;
         let n_entries = source.at_most("metadata entries", MAX_ENTRIES)?;
-        let (mut alignment, mut n_parts) = (DEFAULT_ALIGNMENT, 1);
+        let (mut alignment, mut n_parts, mut layers) = (DEFAULT_ALIGNMENT, 1, Layers::default());
         for _ in 0..n_entries {
             let key = source.text("bytes of a key", MAX_KEY_BYTES)?;
             match key.as_str() {
                 "general.alignment" => alignment = source.whole_number(key)?,
                 "split.count" => n_parts = source.whole_number(key)?.max(1),
+                _ if key.ends_with(EXPERTS_USED) => layers.n_expert_used = source.whole_number_if_one(key)?,
+                _ if key.ends_with(LAYERS) => layers.n_layers = source.whole_number_if_one(key)?,
+                _ if key.ends_with(PREDICTING) => layers.n_predicting = source.whole_number_if_one(key)?,
                 _ => source.skip_value(key)?,
             }
         }
@@ -77,7 +108,7 @@ impl Header {
         }
         check_limit("parts", n_parts, MAX_PARTS)?;
         let tensors = read_tensors(&mut source, n_tensors, alignment)?;
-        Ok(Self { n_parts, tensors })
+        Ok(Self { n_parts, layers, tensors })
     }
 }
 
@@ -184,6 +215,10 @@ impl<R: Read + Seek> Source<R> {
 
     fn skip_value(&mut self, key: String) -> Result<(), GgufError> {
         let kind = self.u32()?;
+        self.skip_value_of(kind, key)
+    }
+
+    fn skip_value_of(&mut self, kind: u32, key: String) -> Result<(), GgufError> {
         match kind {
             STRING => self.skip_text(),
             ARRAY => self.skip_array(key),
@@ -202,6 +237,18 @@ impl<R: Read + Seek> Source<R> {
 
     fn whole_number(&mut self, key: String) -> Result<u64, GgufError> {
         let kind = self.u32()?;
+        self.whole_number_of(kind, key)
+    }
+
+    /// `None` for anything else, such as a list with a number for each layer.
+    fn whole_number_if_one(&mut self, key: String) -> Result<Option<u64>, GgufError> {
+        match self.u32()? {
+            kind @ (UINT8 | UINT16 | UINT32 | UINT64) => self.whole_number_of(kind, key).map(Some),
+            kind => self.skip_value_of(kind, key).map(|()| None),
+        }
+    }
+
+    fn whole_number_of(&mut self, kind: u32, key: String) -> Result<u64, GgufError> {
         match kind {
             UINT8 => self.bytes::<1>().map(|[byte]| byte.into()),
             UINT16 => self.bytes().map(|bytes| u16::from_le_bytes(bytes).into()),

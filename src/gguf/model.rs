@@ -1,7 +1,7 @@
 //! A model on disk, all of its parts: its tensors and their bytes.
 
 use super::error::GgufError;
-use super::header::{Header, TensorInfo};
+use super::header::{Header, Layers, TensorInfo};
 use crate::units::layer_number;
 use crate::{Error, Result};
 use std::collections::BTreeMap;
@@ -19,12 +19,17 @@ const EXPERT_DIMS: u32 = 3;
 pub struct ModelFile {
     path: PathBuf,
     parts: Vec<File>,
+    layers: Layers,
     tensors: BTreeMap<String, (usize, TensorInfo)>,
 }
 
 /// One expert tensor, `[n_in, n_out, n_expert]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ExpertTensor {
+pub struct ExpertTensor<'a> {
+    /// Its name.
+    pub name: &'a str,
+    /// Shape, `[n_in, n_out, n_expert]`.
+    pub shape: [u64; 3],
     /// Layer number, the N of `blk.N.`.
     pub layer: u32,
     /// Experts in it.
@@ -45,7 +50,8 @@ impl ModelFile {
     ///
     /// Fails with the file that cannot be read as GGUF, and a [`GgufError`].
     pub fn open(path: &Path) -> Result<Self> {
-        let mut model = Self { path: path.into(), parts: Vec::new(), tensors: BTreeMap::new() };
+        let mut model =
+            Self { path: path.into(), parts: Vec::new(), layers: Layers::default(), tensors: BTreeMap::new() };
         let n_parts = model.add(path).map_err(|error| Error::file(path, error))?;
         for part in 2..=n_parts {
             let Some(path) = part_path(path, part, n_parts) else { break };
@@ -67,26 +73,24 @@ impl ModelFile {
         let file = File::open(path)?;
         let header = Header::read(&file, file.metadata()?.len())?;
         let index = self.parts.len();
+        self.layers = self.layers.or(header.layers);
         self.tensors.extend(header.tensors.into_iter().map(|(name, info)| (name, (index, info))));
         self.parts.push(file);
         Ok(header.n_parts)
     }
 
     /// All tensors that hold a layer's experts.
-    pub fn experts(&self) -> impl Iterator<Item = ExpertTensor> {
-        self.named_experts().map(|(_, tensor)| tensor)
-    }
-
-    /// Their names.
-    pub fn expert_names(&self) -> impl Iterator<Item = &str> {
-        self.named_experts().map(|(name, _)| name)
-    }
-
-    fn named_experts(&self) -> impl Iterator<Item = (&str, ExpertTensor)> {
+    pub fn experts(&self) -> impl Iterator<Item = ExpertTensor<'_>> {
         self.tensors.iter().filter_map(|(name, (_, info))| {
             let layer = layer_number(name).filter(|_| name.contains(EXPERTS) && info.n_dims == EXPERT_DIMS)?;
-            Some((name.as_str(), ExpertTensor { layer, n_expert: info.shape[2], n_bytes: info.n_bytes }))
+            let [n_in, n_out, n_expert, _] = info.shape;
+            Some(ExpertTensor { name, shape: [n_in, n_out, n_expert], layer, n_expert, n_bytes: info.n_bytes })
         })
+    }
+
+    /// What it says of its layers.
+    pub fn layers(&self) -> Layers {
+        self.layers
     }
 
     /// Bytes of all expert tensors; `None` if there are none.

@@ -3,6 +3,7 @@
 #![forbid(unsafe_code)]
 
 pub mod host;
+pub mod launcher;
 mod table;
 mod values;
 
@@ -17,10 +18,12 @@ use crate::units::MissRule;
 use host::{
     LAUNCHER_NO_HOST, NO_HOST, OFFLOAD_MIN_BATCH, OFFLOAD_MIN_BATCH_DEFAULT, UNIFIED_MEMORY, is_yes, threshold,
 };
+use launcher::{SAID_QUANTISATION, SESSION_BEGAN, session_began};
 use std::env;
 use std::ffi::{OsStr, OsString};
 use std::path::PathBuf;
 use std::str::FromStr;
+use std::time::SystemTime;
 
 /// Bounds the scratch memory on the device where the threshold for stock's batches has been raised.
 const MAX_HOT_TOKENS: u32 = 64;
@@ -76,6 +79,10 @@ pub struct Config {
     pub unified_memory: bool,
     /// See [`TEST_CLAIM_UNPLACED`].
     pub claim_unplaced: bool,
+    /// When the launcher was started, if it was.
+    pub session_began: Option<SystemTime>,
+    /// Whether the user knows that the profile is of another quantisation.
+    pub said_quantisation: bool,
 }
 
 impl Config {
@@ -107,6 +114,8 @@ impl Config {
             // As ggml reads it: set to whatever.
             unified_memory: (reader.lookup)(UNIFIED_MEMORY).is_some(),
             claim_unplaced: reader.is_one(TEST_CLAIM_UNPLACED.variable),
+            session_began: reader.given(SESSION_BEGAN).and_then(|value| session_began(&value)),
+            said_quantisation: reader.is_one(SAID_QUANTISATION),
             offload_min_batch: (reader.lookup)(OFFLOAD_MIN_BATCH)
                 .map_or(OFFLOAD_MIN_BATCH_DEFAULT, |text| threshold(&text)),
             invalid: reader.invalid,

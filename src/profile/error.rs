@@ -16,12 +16,6 @@ pub enum ProfileError {
     /// The system does not let us read it.
     #[error("cannot be read: {0}; expected a readable file")]
     Unreadable(io::Error),
-    /// A symbolic link.
-    #[error("is a symbolic link; expected a file: give {target:?} itself")]
-    Link {
-        /// What it points to.
-        target: PathBuf,
-    },
     /// A symbolic link to nothing.
     #[error("is a symbolic link to {target:?}, where nothing is; expected a file")]
     DanglingLink {
@@ -169,12 +163,9 @@ pub enum ProfileError {
 #[non_exhaustive]
 #[derive(Debug, thiserror::Error)]
 pub enum NotAProfileError {
-    /// A folder.
-    #[error("not a routing profile: it is a folder")]
-    Folder,
-    /// A pipe, a device or the like.
-    #[error("not a routing profile: it is not a regular file")]
-    NotRegular,
+    /// The system does not let us read it.
+    #[error("not a routing profile: cannot be read: {0}")]
+    Unreadable(#[from] io::Error),
     /// More than 64 MiB.
     #[error("not a routing profile: larger than {MAX_MIB} MiB")]
     TooLarge,
@@ -184,14 +175,4 @@ pub enum NotAProfileError {
     /// The schema of something else.
     #[error("not a routing profile: schema is {0:?}, expected {SCHEMA:?}")]
     Schema(String),
-}
-
-/// What the system did not let us do with the output file.
-#[derive(Debug, thiserror::Error)]
-#[error("{action}: {error}")]
-pub struct OutputError {
-    /// What was attempted.
-    pub action: &'static str,
-    /// The system's answer.
-    pub error: io::Error,
 }

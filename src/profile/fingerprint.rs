@@ -55,6 +55,9 @@ pub struct ModelId {
     /// Each recorded expert tensor's own fingerprint, by name.
     #[serde(default)]
     pub tensors: BTreeMap<String, String>,
+    /// Their shapes, `[n_in, n_out, n_expert]`, by name; profiles of earlier versions have none.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub shapes: BTreeMap<String, [u64; 3]>,
 }
 
 impl ModelId {
@@ -106,6 +109,7 @@ mod tests {
         let id = |tensors: &[(&str, &str)]| ModelId {
             fingerprint: String::new(),
             tensors: tensors.iter().map(|&(name, id)| (name.into(), id.into())).collect(),
+            shapes: BTreeMap::new(),
         };
         let all = id(&[("a", "1"), ("b", "2")]);
         assert!(all.is_same_model(&id(&[("a", "1"), ("c", "9")])), "recorded with fewer layers in our buffer");

@@ -2,23 +2,22 @@
 //!
 //! Tolerant, unlike the reader of profiles: an earlier profile of the same model may be replaced whatever its counts are.
 
-use super::error::{NotAProfileError, OutputError};
+use super::error::NotAProfileError;
 use super::fingerprint::ModelId;
 use super::format::{MAX_MIB, SCHEMA};
 use super::json::{Object, short};
+use crate::files::read_start;
 use serde::Deserialize;
 use serde::de::IgnoredAny;
-use std::fs::{self, File};
-use std::io::{self, Read};
-use std::path::Path;
+use std::fs::File;
 
 /// Anything larger is something else.
-const MAX_BYTES: u64 = MAX_MIB << 20;
+const MAX_BYTES: usize = (MAX_MIB as usize) << 20;
 
-/// What a path holds.
+/// What a file holds.
 #[derive(Debug)]
 pub enum Found {
-    /// Nothing, or an empty file.
+    /// Nothing.
     Nothing,
     /// A profile, and the model it was recorded from if it says so.
     Profile(Option<ModelId>),
@@ -36,26 +35,18 @@ struct Head {
     model: Option<Object<ModelId>>,
 }
 
-/// Looks at what `path` holds now. Fails where the system does not let us.
-pub fn look(path: &Path) -> Result<Found, OutputError> {
-    let failed = |action| move |error| OutputError { action, error };
-    match fs::metadata(path) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Found::Nothing),
-        Err(error) => return Err(failed("cannot look at it")(error)),
-        Ok(meta) if meta.is_dir() => return Ok(Found::NotAProfile(NotAProfileError::Folder)),
-        Ok(meta) if !meta.is_file() => return Ok(Found::NotAProfile(NotAProfileError::NotRegular)),
-        Ok(meta) if meta.len() == 0 => return Ok(Found::Nothing),
-        Ok(_) => {}
+/// Looks at what a file holds now, if there is one.
+pub fn look(file: Option<&File>) -> Found {
+    match file.map_or(Ok(Vec::new()), |file| read_start(file, MAX_BYTES + 1)) {
+        Err(error) => Found::NotAProfile(error.into()),
+        Ok(text) if text.is_empty() => Found::Nothing,
+        Ok(text) => model_of(&text).map_or_else(Found::NotAProfile, Found::Profile),
     }
-    let mut text = Vec::new();
-    let read = File::open(path).and_then(|file| file.take(MAX_BYTES + 1).read_to_end(&mut text));
-    read.map_err(failed("cannot read"))?;
-    Ok(model_of(&text).map_or_else(Found::NotAProfile, Found::Profile))
 }
 
 /// The model that a profile says it is of.
 fn model_of(text: &[u8]) -> Result<Option<ModelId>, NotAProfileError> {
-    if text.len() as u64 > MAX_BYTES {
+    if text.len() > MAX_BYTES {
         return Err(NotAProfileError::TooLarge);
     }
     let Object(Head { schema, model, .. }) = serde_json::from_slice(text)?;
@@ -68,33 +59,22 @@ fn model_of(text: &[u8]) -> Result<Option<ModelId>, NotAProfileError> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::fs;
+    use std::path::Path;
 
-    fn refusal(path: &Path) -> String {
-        match look(path) {
-            Ok(Found::NotAProfile(error)) => error.to_string(),
-            found => panic!("{found:?}"),
-        }
+    fn found(path: &Path) -> Found {
+        look(Some(&File::open(path).unwrap()))
     }
 
     #[test]
     fn only_nothing_an_empty_file_or_a_profile_may_be_replaced() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("file");
-        assert!(matches!(look(&path), Ok(Found::Nothing)));
+        assert!(matches!(look(None), Found::Nothing));
         fs::write(&path, "").unwrap();
-        assert!(matches!(look(&path), Ok(Found::Nothing)));
-        fs::write(&path, "GGUF....").unwrap();
-        assert!(refusal(&path).contains("not a routing profile"));
-        assert!(refusal(folder.path()).contains("folder"));
-        assert!(refusal(Path::new("/dev/null")).contains("regular"));
-        assert!(look(&path.join("below")).unwrap_err().to_string().contains("cannot look at it"));
-    }
-
-    #[test]
-    fn what_is_not_a_profile_is_refused_with_the_reason() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("file");
+        assert!(matches!(found(&path), Found::Nothing));
         for (text, reason) in [
+            ("GGUF....", "not a routing profile"),
             (" ", "EOF"),
             ("{}", "schema"),
             (r#"["llama.cpp.moe_layer_perf.v1",[],null]"#, "an object"),
@@ -104,11 +84,17 @@ mod tests {
             (r#"{"schema":"llama.cpp.moe_layer_perf.v1","layers":[{"layer":0"#, "EOF"),
         ] {
             fs::write(&path, text).unwrap();
-            let message = refusal(&path);
-            assert!(message.contains(reason), "{text:?}: {message}");
+            assert!(refusal(&path).contains(reason), "{text:?}: {}", refusal(&path));
         }
-        File::create(&path).unwrap().set_len(MAX_BYTES + 1).unwrap();
+        File::create(&path).unwrap().set_len(MAX_BYTES as u64 + 1).unwrap();
         assert!(refusal(&path).contains("larger than 64 MiB"));
+    }
+
+    fn refusal(path: &Path) -> String {
+        match found(path) {
+            Found::NotAProfile(error) => error.to_string(),
+            found => panic!("{found:?}"),
+        }
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! Which experts were used: counters on the token's path, and the profile file they end up in.
 #![forbid(unsafe_code)]
 
+mod compare;
 mod counts;
 mod error;
 mod fingerprint;
@@ -16,14 +17,16 @@ mod read_tests;
 mod testing;
 mod write;
 
+pub use compare::{ExpertShape, ModelMismatchError, ModelShape};
 pub use counts::LayerCounts;
 pub use error::ProfileError;
 pub use fingerprint::ModelId;
 pub use format::Count;
 pub use read::{RecordedLayer, RecordedProfile};
 
+pub(crate) use compare::other_quantisation;
 pub(crate) use counts::{Counter, Counts, check_ids};
 pub(crate) use fingerprint::{TensorId, combine_fingerprints};
 pub(crate) use format::SCHEMA;
-pub(crate) use output::{Acquired, OutputFile, folder_of};
+pub(crate) use output::{Acquired, OutputFile};
 pub(crate) use write::{BatchCounts, LayerPerf, LayerRecord, MoeHot, Profile, Summary, ratio};

@@ -2,38 +2,28 @@
 
 use super::error::ProfileError;
 use super::format::MAX_MIB;
-use std::fs::{self, File, Metadata, OpenOptions};
+use crate::files::open_to_read;
+use std::fs::{self, File, Metadata};
 use std::io::{self, Read};
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
 /// [`MAX_MIB`] in bytes.
 const MAX_BYTES: u64 = MAX_MIB << 20;
-/// Opening neither waits for a pipe's other end nor follows a link that has just been put there.
-const FLAGS: i32 = libc::O_NONBLOCK | libc::O_NOFOLLOW;
 
-/// Reads the file at `path`. A symbolic link is refused; its folders may be links.
+/// Reads the file at `path`, which may be a symbolic link to one.
 pub fn read_bytes(path: &Path) -> Result<Vec<u8>, ProfileError> {
-    check(path, &fs::symlink_metadata(path).map_err(unreadable)?)?;
-    let file = OpenOptions::new().read(true).custom_flags(FLAGS).open(path).map_err(unreadable)?;
+    check(&fs::metadata(path).map_err(|error| missing(path, error))?)?;
+    let file = open_to_read(path).map_err(unreadable)?;
     let opened = file.metadata().map_err(unreadable)?;
-    check(path, &opened)?; // it may have been replaced meanwhile
+    check(&opened)?; // it may have been replaced meanwhile
     read_all(file)
 }
 
-fn check(path: &Path, meta: &Metadata) -> Result<(), ProfileError> {
-    let kind = meta.file_type();
-    if kind.is_symlink() {
-        let target = fs::read_link(path).map_err(unreadable)?;
-        return Err(match fs::metadata(path) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => ProfileError::DanglingLink { target },
-            _ => ProfileError::Link { target },
-        });
-    }
-    if kind.is_dir() {
+fn check(meta: &Metadata) -> Result<(), ProfileError> {
+    if meta.is_dir() {
         return Err(ProfileError::Folder);
     }
-    if !kind.is_file() {
+    if !meta.is_file() {
         return Err(ProfileError::NotRegular);
     }
     if meta.len() > MAX_BYTES { Err(ProfileError::TooLarge) } else { Ok(()) }
@@ -43,6 +33,14 @@ fn read_all(file: File) -> Result<Vec<u8>, ProfileError> {
     let mut text = Vec::new();
     file.take(MAX_BYTES + 1).read_to_end(&mut text).map_err(unreadable)?;
     if text.len() as u64 > MAX_BYTES { Err(ProfileError::TooLarge) } else { Ok(text) }
+}
+
+/// Nothing, or a link that leads to nothing.
+fn missing(path: &Path, error: io::Error) -> ProfileError {
+    match fs::read_link(path) {
+        Ok(target) if error.kind() == io::ErrorKind::NotFound => ProfileError::DanglingLink { target },
+        _ => unreadable(error),
+    }
 }
 
 fn unreadable(error: io::Error) -> ProfileError {

@@ -1,30 +1,22 @@
 //! The file that a running program writes its profile to.
 //!
-//! It is ours from the first write on: every version is locked before it takes its place, so that a second program
-//! (or a second model) that has the same file in mind sees that it is taken, and nothing is left behind by a kill.
+//! It is ours from the first write on, so that a second program (or a second model) that has the same file in mind sees
+//! that it is taken.
 
-use super::error::{NotAProfileError, OutputError};
+use super::error::NotAProfileError;
 use super::fingerprint::ModelId;
 use super::head::{Found, look};
 use super::write::Profile;
+use crate::files::{self, Claim, Claimed, FileError, Note, Replaced, open_to_read};
 use crate::{Error, Result};
-use std::fs::{self, File, Permissions, TryLockError};
-use std::io::{self, Write};
-use std::os::unix::fs::{MetadataExt, PermissionsExt};
-use std::path::{Path, PathBuf};
-use tempfile::NamedTempFile;
+use std::io;
+use std::path::Path;
 
-/// Mode of a new file before the user's umask.
-const FILE_MODE: u32 = 0o666;
 /// How often the file may change while we look at it before we give up.
 const MAX_TRIES: usize = 16;
 
 /// A profile's file, held by this process.
-pub struct OutputFile {
-    path: PathBuf,
-    /// The version that stands at `path`; holds the lock.
-    _held: File,
-}
+pub struct OutputFile(Claimed);
 
 /// What came of [`OutputFile::acquire`].
 pub enum Acquired {
@@ -37,119 +29,74 @@ pub enum Acquired {
 }
 
 impl OutputFile {
-    /// Takes `path` and writes the profile there, if nothing, an empty file, or a profile of the same model is there.
+    /// Takes `path` and writes the profile there, if nothing, an empty file, or a profile of the same model is there, or of
+    /// `or_of`.
     ///
     /// Fails where the system does not let us look or write.
-    pub fn acquire(path: &Path, profile: &Profile) -> Result<Acquired> {
-        acquire(path, profile).map_err(|error| Error::file(path, error))
+    pub fn acquire(path: &Path, profile: &Profile, or_of: Option<&ModelId>) -> Result<Acquired> {
+        let text = encode(path, profile)?;
+        for _ in 0..MAX_TRIES {
+            let mut file = match files::claim(path).map_err(|error| Error::file(path, error))? {
+                Claim::Ours(file) => file,
+                Claim::Taken => return Ok(Acquired::Taken),
+            };
+            match look(file.present()) {
+                Found::NotAProfile(error) => return Ok(Acquired::NotAProfile(error)),
+                Found::Profile(theirs) if !is_of(theirs.as_ref(), profile.model.as_ref(), or_of) => {
+                    return Ok(Acquired::Taken);
+                }
+                Found::Profile(_) | Found::Nothing => {}
+            }
+            match file.replace(&text).map_err(|error| Error::file(path, error))? {
+                Replaced::Done => return Ok(Acquired::File(Self(file))),
+                Replaced::Lost => {} // something has come there meanwhile
+            }
+        }
+        Ok(Acquired::Taken)
     }
 
     /// Fails if something other than a profile is at `path`, so that nothing could be written there.
     pub fn check(path: &Path) -> Result<()> {
-        match look(path).map_err(|error| Error::file(path, error))? {
+        let found = match open_to_read(path) {
+            Ok(file) => look(Some(&file)),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Found::Nothing,
+            Err(error) => Found::NotAProfile(error.into()),
+        };
+        match found {
             Found::Nothing | Found::Profile(_) => Ok(()),
             Found::NotAProfile(error) => Err(Error::file(path, error)),
         }
     }
 
-    /// Writes the profile so that at any moment the path holds the old version or the new one, whole.
-    pub fn replace(&mut self, profile: &Profile) -> Result<()> {
-        self._held = replace(&self.path, profile).map_err(|error| Error::file(&self.path, error))?;
-        Ok(())
+    /// Writes the profile so that at any moment the path holds the old version or the new one, whole; where the file system
+    /// cannot do that, in place.
+    ///
+    /// [`Replaced::Lost`]: another file has come to the path, which has to be acquired anew.
+    pub fn replace(&mut self, profile: &Profile) -> Result<Replaced> {
+        let text = encode(self.path(), profile)?;
+        self.0.replace(&text).map_err(|error| Error::file(self.0.path(), error))
+    }
+
+    /// What the user should be told of this file since this was last asked.
+    pub fn take_notes(&mut self) -> Vec<Note> {
+        self.0.take_notes()
     }
 
     /// Where it is.
     pub fn path(&self) -> &Path {
-        &self.path
+        self.0.path()
     }
 }
 
-fn acquire(path: &Path, profile: &Profile) -> Result<Acquired, OutputError> {
-    for _ in 0..MAX_TRIES {
-        match look(path)? {
-            Found::NotAProfile(error) => return Ok(Acquired::NotAProfile(error)),
-            Found::Profile(theirs) if !is_same_model(theirs.as_ref(), profile.model.as_ref()) => {
-                return Ok(Acquired::Taken);
-            }
-            Found::Profile(_) | Found::Nothing => {}
-        }
-        let held = match File::open(path) {
-            Ok(present) if is_locked(&present) => return Ok(Acquired::Taken),
-            Ok(present) if !stands_at(&present, path) => continue,
-            Ok(_present) => Some(replace(path, profile)?),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => create(path, profile)?,
-            Err(error) => return Err(OutputError { action: "cannot open", error }),
-        };
-        if let Some(held) = held {
-            return Ok(Acquired::File(OutputFile { path: path.into(), _held: held }));
-        }
-    }
-    Ok(Acquired::Taken)
+fn encode(path: &Path, profile: &Profile) -> Result<Vec<u8>> {
+    let text = serde_json::to_vec(profile).map_err(io::Error::from);
+    text.map_err(|error| Error::file(path, FileError::System { action: "cannot encode", error }))
 }
 
-/// A profile that names no model is not known to be of the same one.
-fn is_same_model(theirs: Option<&ModelId>, ours: Option<&ModelId>) -> bool {
-    theirs.zip(ours).is_some_and(|(theirs, ours)| theirs.is_same_model(ours))
-}
-
-/// The folder that holds `path`; the current one for a bare name.
-pub fn folder_of(path: &Path) -> PathBuf {
-    match path.parent() {
-        Some(folder) if !folder.as_os_str().is_empty() => folder.into(),
-        _ => PathBuf::from("."),
-    }
-}
-
-/// Takes the lock if it is free. File systems without locks count as free.
-fn is_locked(file: &File) -> bool {
-    matches!(file.try_lock(), Err(TryLockError::WouldBlock))
-}
-
-/// Whether `file` is what `path` names now, not an earlier version.
-fn stands_at(file: &File, path: &Path) -> bool {
-    match (file.metadata(), fs::metadata(path)) {
-        (Ok(a), Ok(b)) => (a.dev(), a.ino()) == (b.dev(), b.ino()),
-        _ => false,
-    }
-}
-
-/// Puts the profile where nothing is; `None` if something has come there meanwhile.
-fn create(path: &Path, profile: &Profile) -> Result<Option<File>, OutputError> {
-    match prepare(path, profile)?.persist_noclobber(path) {
-        Ok(held) => sync_folder(path).map(|()| Some(held)),
-        Err(error) if error.error.kind() == io::ErrorKind::AlreadyExists => Ok(None),
-        Err(error) => Err(OutputError { action: "cannot create", error: error.error }),
-    }
-}
-
-/// Puts the profile in the place of what is there; through a symbolic link, of what it points to.
-fn replace(path: &Path, profile: &Profile) -> Result<File, OutputError> {
-    let target = fs::canonicalize(path).unwrap_or_else(|_| path.into());
-    let persisted = prepare(&target, profile)?.persist(&target);
-    let held = persisted.map_err(|error| OutputError { action: "cannot replace", error: error.error })?;
-    sync_folder(&target)?;
-    Ok(held)
-}
-
-/// The profile in a synced and locked temporary file in the folder of `target`.
-fn prepare(target: &Path, profile: &Profile) -> Result<NamedTempFile, OutputError> {
-    let failed = |action| move |error| OutputError { action, error };
-    let text = serde_json::to_vec(profile).map_err(|error| failed("cannot encode")(error.into()))?;
-    let mut temporary = tempfile::Builder::new()
-        .prefix(".experts-")
-        .suffix(".tmp")
-        .permissions(Permissions::from_mode(FILE_MODE))
-        .tempfile_in(folder_of(target))
-        .map_err(failed("cannot create a temporary file beside it"))?;
-    temporary.write_all(&text).map_err(failed("cannot write"))?;
-    temporary.as_file().sync_all().map_err(failed("cannot sync"))?;
-    is_locked(temporary.as_file());
-    Ok(temporary)
-}
-
-fn sync_folder(path: &Path) -> Result<(), OutputError> {
-    let synced = File::open(folder_of(path)).and_then(|folder| folder.sync_all());
-    synced.map_err(|error| OutputError { action: "cannot sync its folder", error })
+/// Whether a profile is of this model, or of that one. One that names no model is not known to be.
+fn is_of(theirs: Option<&ModelId>, ours: Option<&ModelId>, or_of: Option<&ModelId>) -> bool {
+    let same = |other: Option<&ModelId>| theirs.zip(other).is_some_and(|(theirs, other)| theirs.is_same_model(other));
+    same(ours) || same(or_of)
 }
 
 #[cfg(test)]
@@ -157,13 +104,18 @@ mod tests {
     use super::*;
     use crate::profile::read::RecordedProfile;
     use crate::profile::testing::profile;
+    use std::fs;
 
-    fn acquire(path: &Path, fingerprint: &str, count: u64) -> Option<OutputFile> {
-        match OutputFile::acquire(path, &profile(fingerprint, count)).unwrap() {
+    fn acquire_or(path: &Path, fingerprint: &str, count: u64, or_of: Option<&ModelId>) -> Option<OutputFile> {
+        match OutputFile::acquire(path, &profile(fingerprint, count), or_of).unwrap() {
             Acquired::File(file) => Some(file),
             Acquired::Taken => None,
             Acquired::NotAProfile(error) => panic!("{error}"),
         }
+    }
+
+    fn acquire(path: &Path, fingerprint: &str, count: u64) -> Option<OutputFile> {
+        acquire_or(path, fingerprint, count, None)
     }
 
     /// The model's fingerprint and the requests of expert 7 in the profile at `path`.
@@ -203,8 +155,10 @@ mod tests {
         drop(acquire(&path, "a", 1));
         assert!(acquire(&path, "b", 1).is_none());
         assert_eq!(read(&path), ("a".into(), 1));
+        assert!(acquire_or(&path, "b", 2, profile("a", 1).model.as_ref()).is_some(), "of a model that will do too");
+        assert_eq!(read(&path), ("b".into(), 2));
         fs::write(&path, "").unwrap();
-        assert!(acquire(&path, "b", 1).is_some());
+        assert!(acquire(&path, "c", 1).is_some());
     }
 
     #[test]
@@ -228,19 +182,9 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("model.gguf");
         fs::write(&path, "GGUF....").unwrap();
-        let acquired = OutputFile::acquire(&path, &profile("a", 1)).unwrap();
+        let acquired = OutputFile::acquire(&path, &profile("a", 1), None).unwrap();
         assert!(matches!(acquired, Acquired::NotAProfile(NotAProfileError::NotJson(_))));
         assert_eq!(fs::read(&path).unwrap(), b"GGUF....");
-    }
-
-    #[test]
-    fn writing_through_a_symbolic_link_keeps_the_link() {
-        let folder = tempfile::tempdir().unwrap();
-        let (real, link) = (folder.path().join("real.json"), folder.path().join("link.json"));
-        drop(acquire(&real, "a", 1));
-        std::os::unix::fs::symlink(&real, &link).unwrap();
-        acquire(&link, "a", 2).unwrap();
-        assert!(fs::symlink_metadata(&link).unwrap().is_symlink());
-        assert_eq!(read(&real), ("a".into(), 2));
+        assert!(OutputFile::check(&path).unwrap_err().to_string().contains("not a routing profile"));
     }
 }

@@ -33,6 +33,8 @@ pub struct RecordedProfile {
 pub struct RecordedLayer {
     /// Experts in this layer, 1 to 65,536, if the profile says so; other programs' profiles do not.
     pub n_expert: Option<u32>,
+    /// Experts per token in this layer, if the profile says so.
+    pub n_used: Option<u32>,
     /// `(expert, requests)`, ordered by expert, each once, without zeros; empty if nothing was asked for.
     ///
     /// The requests of all layers together fit into 64 bits.
@@ -46,8 +48,8 @@ pub struct RecordedLayer {
 impl RecordedProfile {
     /// Reads the profile at `path`.
     ///
-    /// Fails with a [`ProfileError`] if it is not a readable regular file (a symbolic link is refused, its folders may be
-    /// links), or if anything in it is not as expected.
+    /// Fails with a [`ProfileError`] if it is not a readable regular file, or a symbolic link to one, or if anything in it is
+    /// not as expected.
     pub fn read(path: &Path) -> Result<Self> {
         let profile = read_bytes(path).and_then(|text| Self::from_slice(&text));
         profile.map_err(|what| Error::file(path, what))
@@ -71,13 +73,13 @@ impl RecordedProfile {
         let mut total = 0u64;
         for (index, Object(entry)) in file.layers.into_iter().enumerate() {
             let layer = layer_number("layers", index, &entry.layer)?;
-            let Learnt { n_expert: own, ranks, resident } = learnt.remove(&layer).unwrap_or_default();
+            let Learnt { n_expert: own, n_used, ranks, resident } = learnt.remove(&layer).unwrap_or_default();
             let own = (own > 0).then_some(own);
             let requests = entry.requests(layer, own.or(n_expert).unwrap_or(MAX_EXPERTS))?;
             for &(_, count) in &requests {
                 total = total.checked_add(count).ok_or(ProfileError::Overflow { layer })?;
             }
-            if layers.insert(layer, RecordedLayer { n_expert: own, requests, ranks, resident }).is_some() {
+            if layers.insert(layer, RecordedLayer { n_expert: own, n_used, requests, ranks, resident }).is_some() {
                 return Err(ProfileError::DuplicateLayer { section: "layers", layer });
             }
         }
@@ -123,6 +125,8 @@ struct OwnLayer {
     layer: Number,
     n_expert: Number,
     #[serde(default)]
+    n_expert_used: Option<Number>,
+    #[serde(default)]
     ranks: Vec<(Number, Number)>,
     #[serde(default)]
     resident: Vec<Number>,
@@ -132,6 +136,7 @@ struct OwnLayer {
 #[derive(Default)]
 struct Learnt {
     n_expert: u32,
+    n_used: Option<u32>,
     ranks: Vec<Count>,
     resident: Vec<u32>,
 }
@@ -145,7 +150,9 @@ impl OwnLayer {
         let ranks = counts(layer, "ranks", &self.ranks, n_expert)?;
         let once: Vec<_> = self.resident.iter().map(|id| (id.clone(), Number::from(1))).collect();
         let resident = counts(layer, "resident", &once, n_expert)?.into_iter().map(|(id, _)| id).collect();
-        Ok(Learnt { n_expert, ranks, resident })
+        // Only compared with a model's: a number that cannot be tells nothing.
+        let n_used = self.n_expert_used.as_ref().and_then(|n_used| whole(n_used, n_expert.into()));
+        Ok(Learnt { n_expert, n_used: n_used.filter(|&n| n > 0), ranks, resident })
     }
 }
 

@@ -73,11 +73,13 @@ fn only_a_readable_regular_file_is_opened() {
     fs::write(at("file"), "{}").unwrap();
     symlink("file", at("link")).unwrap();
     symlink("nothing", at("dangling")).unwrap();
+    symlink("circle", at("circle")).unwrap();
     for (path, words) in [
         (at("none"), "no such file"),
         (folder.path().into(), "is a folder"),
         ("/dev/null".into(), "regular file"),
-        (at("link"), "symbolic link; expected a file: give \"file\""),
+        (at("link"), "missing field `schema`"),
+        (at("circle"), "cannot be read: Too many levels of symbolic links"),
         (at("dangling"), "symbolic link to \"nothing\", where nothing is"),
         (at("file/below"), "cannot be read: Not a directory"),
     ] {

@@ -19,6 +19,7 @@ pub(crate) fn profile(fingerprint: &str, count: u64) -> Profile {
         model: Some(ModelId {
             fingerprint: fingerprint.into(),
             tensors: [("blk.0.ffn_up_exps.weight".to_owned(), fingerprint.to_owned())].into(),
+            shapes: [("blk.0.ffn_up_exps.weight".to_owned(), [4, 2, 8])].into(),
         }),
         moe_hot: None,
     }

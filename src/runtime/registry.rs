@@ -243,7 +243,7 @@ impl Runtime {
     /// Once there is something to record: says so, and starts to save while the program runs.
     fn start_recording(&'static self) {
         // First, so that no context adds to a trace that is not there yet.
-        self.trace.get_or_init(|| TraceFile::new(self.config.trace_out.as_ref()?));
+        self.trace.get_or_init(|| TraceFile::open(&self.config));
         if self.is_recording.swap(true, Relaxed) {
             return;
         }
@@ -253,6 +253,7 @@ impl Runtime {
             }
             if let Some(path) = &self.config.perf_out {
                 self.say_recording(path);
+                self.profiles.check_recording(path);
             }
         });
         let thread = SaveThread::start(move |with_learnt| self.save(with_learnt));

@@ -68,7 +68,7 @@ def test_counts_that_overflow_together_are_refused(program, tmp_path):
 
 
 def test_only_regular_files_are_opened(program, tmp_path):
-    folder, pipe, link, dangling = (tmp_path / name for name in ("folder", "pipe", "link", "dangling"))
+    folder, pipe, link, dangling, loop = (tmp_path / name for name in ("folder", "pipe", "link", "dangling", "loop"))
     folder.mkdir()
     os.mkfifo(pipe)
     link.symlink_to(CORPUS / "empty.json")
@@ -76,7 +76,9 @@ def test_only_regular_files_are_opened(program, tmp_path):
     refuse(program, tmp_path / "missing.json", "no such file")
     refuse(program, folder, "is a folder")
     refuse(program, pipe, "is a pipe, socket or device")
-    refuse(program, link, f'give "{CORPUS / "empty.json"}" itself')
+    refuse(program, link, "is empty")
+    loop.symlink_to(loop)
+    refuse(program, loop, "symbolic links")
     refuse(program, dangling, f'"{tmp_path / "nothing"}", where nothing is')
 
 

@@ -163,7 +163,7 @@ def test_a_context_that_comes_later_stays_within_the_budget(hot, mib):
 
 
 def other_model(hot) -> Path:
-    return hot.profile(generated("F16"), STEPS)
+    return hot.profile(generated("F16", "granitemoe"), STEPS)
 
 
 def edited(profile: Path, tmp_path: Path, edit) -> Path:

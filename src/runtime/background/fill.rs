@@ -14,6 +14,7 @@ use crate::device::cuda;
 use crate::ggml::{Device, Level, log};
 use crate::lanes::pool_tensor;
 use crate::options::Config;
+use crate::profile::other_quantisation;
 use crate::runtime::model::cache_handle::CacheHandle;
 use crate::runtime::model::fetch_queue::Fetch;
 use crate::runtime::model::layer_cache::{LayerCache, LayerState};
@@ -110,7 +111,7 @@ impl<'a> Fill<'a> {
     /// `None` if there is nothing to fill, or the device has failed (which has been said then).
     pub fn run(&self) -> Result<Option<Filled>, NoCache> {
         let Some(path) = &self.config.hot_cache else { return Ok(None) };
-        let profile = self.model.starting().read(path, || self.model.id())?;
+        let profile = self.model.start_from(path)?;
         let candidates = Candidates::of(self.model, profile, self.device(), self.config)?;
         if candidates.layers.is_empty() {
             return Err(NoCache::NoLayer(candidates.refusals()));
@@ -250,6 +251,11 @@ impl<'a> Fill<'a> {
             Some(rate) => format!("the profile expects {:.1} % hits", 100.0 * rate),
             None => "the profile has no counts for these layers".into(),
         };
+        if let (Some(path), true) = (&self.config.hot_cache, self.model.starting().must_tell_other_quantisation())
+            && !self.config.said_quantisation
+        {
+            log(Level::Warn, &other_quantisation(path, self.config.learns()));
+        }
         let size = format!("{mib} MiB, {slots} slots per layer ({n_expert} experts) in {layers} layers");
         self.cache.log(Level::Warn, &format!("hot cache on {name}: {size}; {expected}"));
     }

@@ -15,7 +15,9 @@ pub mod refill;
 
 use crate::Error;
 use crate::ggml::Tensor;
-use crate::profile::{Counts, ModelId, RecordedProfile, TensorId, combine_fingerprints};
+use crate::profile::{
+    Counts, ExpertShape, ModelId, ModelMismatchError, ModelShape, RecordedProfile, TensorId, combine_fingerprints,
+};
 use crate::units::layer_number;
 use expert_tensor::WeightKey;
 use lane_cell::LaneCell;
@@ -25,7 +27,7 @@ use name::ModelName;
 use refill::Refill;
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::path::Path;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
 /// One model's layers and identity.
@@ -50,42 +52,68 @@ struct Contexts {
 /// The profile that a model's cache begins with. Whoever needs it first reads it: the thread that fills the cache, or the one
 /// that is about to save to the same file.
 #[derive(Default)]
-pub struct StartingProfile(OnceLock<RecordedProfile>);
+pub struct StartingProfile {
+    /// With whether it was recorded from another quantisation of the model.
+    profile: OnceLock<(RecordedProfile, bool)>,
+    said_other_quantisation: AtomicBool,
+}
 
 /// A profile to begin with that cannot serve.
 #[derive(Debug, thiserror::Error)]
 pub enum UnusableProfile {
     /// It was recorded from another model.
-    #[error("the profile was recorded from another model")]
-    OtherModel,
+    #[error("the profile was recorded from another model than this one: {0}")]
+    OtherModel(ModelMismatchError),
     /// It cannot be read.
     #[error(transparent)]
     Unreadable(#[from] Error),
 }
 
 impl StartingProfile {
-    /// The profile of the model that is known by `id`, read from `path` unless it has been read before: the file holds what
-    /// this process has saved since.
-    pub fn read(&self, path: &Path, id: impl FnOnce() -> ModelId) -> Result<&RecordedProfile, UnusableProfile> {
+    fn read(&self, path: &Path, model: &Model) -> Result<&RecordedProfile, UnusableProfile> {
         if let Some(profile) = self.get() {
             return Ok(profile);
         }
         let profile = RecordedProfile::read(path)?;
         // The launcher has compared profile and model where it could; here is what is really loaded.
-        if profile.model.as_ref().is_some_and(|recorded| !recorded.is_same_model(&id())) {
-            return Err(UnusableProfile::OtherModel);
+        let other = profile.model.as_ref().filter(|recorded| !recorded.is_same_model(&model.id()));
+        if let Some(recorded) = other {
+            profile.check_other_quantisation(recorded, &model.shape()).map_err(UnusableProfile::OtherModel)?;
         }
-        Ok(self.0.get_or_init(|| profile))
+        let is_other = other.is_some();
+        let (profile, _) = self.profile.get_or_init(|| (profile, is_other));
+        Ok(profile)
     }
 
     /// The profile, if one was read.
     pub fn get(&self) -> Option<&RecordedProfile> {
-        self.0.get()
+        self.profile.get().map(|(profile, _)| profile)
+    }
+
+    /// Whether it was recorded from another quantisation of the model.
+    pub fn is_other_quantisation(&self) -> bool {
+        self.profile.get().is_some_and(|(_, is_other)| *is_other)
+    }
+
+    /// The same, but true only once.
+    pub fn must_tell_other_quantisation(&self) -> bool {
+        self.is_other_quantisation() && !self.said_other_quantisation.swap(true, Relaxed)
     }
 }
 
-/// Layer number and fingerprint of expert tensors, by name.
-pub type Tensors = BTreeMap<String, (u32, String)>;
+/// An expert tensor that has appeared.
+#[derive(Clone, Debug)]
+pub struct KnownTensor {
+    /// Layer number.
+    pub layer: u32,
+    /// 16 hex digits.
+    pub fingerprint: String,
+    /// `[n_in, n_out, n_expert]`.
+    pub shape: ExpertShape,
+}
+
+/// Expert tensors by name.
+pub type Tensors = BTreeMap<String, KnownTensor>;
 
 #[derive(Default)]
 struct Inner {
@@ -108,7 +136,7 @@ impl Model {
 
     /// Whether these very weights (name and content) are its own.
     pub fn knows(&self, weights: Tensor<'_>) -> bool {
-        self.inner().tensors.get(&*weights.name()).is_some_and(|(_, known)| *known == fingerprint(weights))
+        self.inner().tensors.get(&*weights.name()).is_some_and(|known| known.fingerprint == fingerprint(weights))
     }
 
     /// The layer of `weights` `[n_in, n_out, n_expert]` in the buffer with this address; made when new.
@@ -122,7 +150,8 @@ impl Model {
         let number = layer_number(&name).unwrap_or_else(|| inner.next_number());
         let layer = inner.find_or_add(number, weights, n_used);
         inner.by_weights.insert(key, layer.clone());
-        inner.tensors.insert(name, (number, fingerprint(weights)));
+        let shape = [0, 1, 2].map(|dim| weights.ne(dim));
+        inner.tensors.insert(name, KnownTensor { layer: number, fingerprint: fingerprint(weights), shape });
         layer
     }
 
@@ -154,6 +183,12 @@ impl Model {
         &self.name
     }
 
+    /// The profile that its cache begins with, read from `path` unless it has been read before: the file holds what this process
+    /// has saved since.
+    pub fn start_from(&self, path: &Path) -> Result<&RecordedProfile, UnusableProfile> {
+        self.starting.read(path, self)
+    }
+
     /// The profile that its cache began with.
     pub fn starting(&self) -> &StartingProfile {
         &self.starting
@@ -164,7 +199,15 @@ impl Model {
         self.inner().layers.clone()
     }
 
-    /// Layer number and fingerprint of its expert tensors, by name.
+    /// What other quantisations of it would have in common with it, as far as it has appeared.
+    fn shape(&self) -> ModelShape {
+        let inner = self.inner();
+        let n_used = inner.layers.iter().map(|layer| (layer.counts.layer(), layer.n_used)).collect();
+        let tensors = inner.tensors.iter().map(|(name, known)| (name.clone(), (known.layer, known.shape))).collect();
+        ModelShape { tensors, n_used, is_whole: false }
+    }
+
+    /// Its expert tensors, by name.
     pub fn tensors(&self) -> Tensors {
         self.inner().tensors.clone()
     }
@@ -257,8 +300,9 @@ impl Inner {
 /// What identifies a model with these tensors.
 pub fn model_id(tensors: &Tensors) -> ModelId {
     ModelId {
-        fingerprint: combine_fingerprints(tensors.values().map(|(_, id)| id.as_str())),
-        tensors: tensors.iter().map(|(name, (_, id))| (name.clone(), id.clone())).collect(),
+        fingerprint: combine_fingerprints(tensors.values().map(|known| known.fingerprint.as_str())),
+        tensors: tensors.iter().map(|(name, known)| (name.clone(), known.fingerprint.clone())).collect(),
+        shapes: tensors.iter().map(|(name, known)| (name.clone(), known.shape)).collect(),
     }
 }
 

@@ -9,9 +9,10 @@ use super::model::{Model, UnusableProfile};
 use super::timing::LayerTimes;
 use crate::ggml::{Level, log};
 use crate::options::Config;
-use sink::Sink;
+use crate::{Error, files};
+use sink::{Sink, tell};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -32,6 +33,8 @@ pub struct Profiles {
     sinks: Mutex<Vec<ModelSinks>>,
     is_recording_failing: AtomicBool,
     is_learnt_failing: AtomicBool,
+    /// Whether the file that what is learnt goes to has been looked at.
+    is_learnt_checked: AtomicBool,
 }
 
 /// Where one model's profiles go.
@@ -49,10 +52,13 @@ impl Profiles {
         for model in models {
             let sinks = of_model(&mut sinks, model);
             self.save_recorded(config, model, &mut sinks.recorded);
-            if with_learnt {
-                self.save_learnt(config, model, &mut sinks.learnt);
-            }
+            self.save_learnt(config, model, models, with_learnt.then_some(&mut sinks.learnt));
         }
+    }
+
+    /// Says so if the recording cannot be written where it should be.
+    pub fn check_recording(&self, path: &Path) {
+        check_file(path, &self.is_recording_failing);
     }
 
     fn save_recorded(&self, config: &Config, model: &Model, sink: &mut Sink) {
@@ -68,14 +74,24 @@ impl Profiles {
         }
     }
 
-    /// Saves what the model's cache has learnt to the profile that it began with.
-    fn save_learnt(&self, config: &Config, model: &Model, sink: &mut Sink) {
+    /// Saves what the model's cache has learnt to the profile that it began with, if there is a sink for it.
+    fn save_learnt(&self, config: &Config, model: &Model, models: &[Arc<Model>], sink: Option<&mut Sink>) {
         let Some(path) = config.hot_cache.as_ref().filter(|path| config.perf_out.as_ref() != Some(path)) else {
             return;
         };
-        let is_of_model = || model.starting().get().is_some_and(|profile| profile.model.is_some());
-        if config.caches() && config.learns() && is_of_model() {
-            sink.save_in_place(path, model.calls(), || profile::learnt(config, model), &self.is_learnt_failing);
+        let Some(began_with) = model.starting().get().and_then(|profile| profile.model.as_ref()) else { return };
+        // Another quantisation of it may be loaded too, as its draft say: the file is that one's.
+        let is_anothers = model.starting().is_other_quantisation()
+            && models.iter().any(|other| began_with.is_same_model(&other.id()));
+        if !config.caches() || !config.learns() || is_anothers {
+            return;
+        }
+        if !self.is_learnt_checked.swap(true, Relaxed) {
+            check_file(path, &self.is_learnt_failing);
+        }
+        if let Some(sink) = sink {
+            let made = || profile::learnt(config, model);
+            sink.save_in_place(path, Some(began_with), model.calls(), made, &self.is_learnt_failing);
         }
     }
 
@@ -89,12 +105,19 @@ impl Profiles {
     }
 }
 
+/// Says so at the start if a file cannot be written, not at the end.
+fn check_file(path: &Path, failing: &AtomicBool) {
+    if let Err(error) = files::check(path) {
+        tell(&Error::file(path, error), failing);
+    }
+}
+
 /// Whether a file that is a cache's profile and the recording's output may be replaced: the model's starting profile has been
 /// read, or there is none.
 fn may_replace(path: &Path, model: &Model) -> bool {
-    match model.starting().read(path, || model.id()) {
+    match model.start_from(path) {
         // Another model's is not replaced: the sink sees to that.
-        Ok(_) | Err(UnusableProfile::OtherModel) => true,
+        Ok(_) | Err(UnusableProfile::OtherModel(_)) => true,
         Err(UnusableProfile::Unreadable(_)) => !path.exists(),
     }
 }

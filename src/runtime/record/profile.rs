@@ -44,13 +44,13 @@ pub fn recorded(config: &Config, model: &Model) -> Profile {
 
 fn layer_record(layer: &Layer, counts: &Counts, tensors: &Tensors) -> LayerRecord {
     let number = layer.counts.layer();
-    let of_layer = tensors.values().filter(|(owner, _)| *owner == number);
+    let of_layer = tensors.values().filter(|tensor| tensor.layer == number);
     LayerRecord {
         layer: number,
         n_expert: layer.counts.n_expert(),
         n_expert_used: layer.n_used,
         block: layer.info().shape.to_string(),
-        fingerprint: combine_fingerprints(of_layer.map(|(_, id)| id.as_str())),
+        fingerprint: combine_fingerprints(of_layer.map(|tensor| tensor.fingerprint.as_str())),
         batch_1: batch_counts(&counts.single),
         batch_2_up: batch_counts(&counts.multi),
         ranks: Vec::new(),

@@ -1,9 +1,10 @@
 //! A profile's way to its file: which file it may take, and when there is something new to write.
 
+use crate::files::{Replaced, beside};
 use crate::ggml::{Level, log};
-use crate::profile::{Acquired, OutputFile, Profile};
+use crate::profile::{Acquired, ModelId, OutputFile, Profile};
 use crate::{Error, Result};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 /// A profile's way to its file.
@@ -38,9 +39,16 @@ impl Sink {
         self.save_with(settle_beside, asked, calls, profile, failing);
     }
 
-    /// The same to this file and no other: if it is another model's, or held by someone, to none.
-    pub fn save_in_place(&mut self, path: &Path, calls: u64, profile: impl FnOnce() -> Profile, failing: &AtomicBool) {
-        let settle = |path: &Path, profile: &Profile| match OutputFile::acquire(path, profile)? {
+    /// The same to this file and no other: if it is another model's (than this one and `or_of`), or held by someone, to none.
+    pub fn save_in_place(
+        &mut self,
+        path: &Path,
+        or_of: Option<&ModelId>,
+        calls: u64,
+        profile: impl FnOnce() -> Profile,
+        failing: &AtomicBool,
+    ) {
+        let settle = |path: &Path, profile: &Profile| match OutputFile::acquire(path, profile, or_of)? {
             Acquired::File(file) => Ok(Output::File(file)),
             Acquired::Taken => {
                 let path = path.display();
@@ -52,7 +60,6 @@ impl Sink {
         self.save_with(settle, path, calls, profile, failing);
     }
 
-    /// Tells the user of the first of several failures.
     fn save_with(
         &mut self,
         settle: impl FnOnce(&Path, &Profile) -> Result<Output>,
@@ -65,21 +72,45 @@ impl Sink {
             return;
         }
         let profile = profile();
-        let saved = match &mut self.output {
+        let replaced = match &mut self.output {
             Output::Nowhere => return,
             Output::File(file) => file.replace(&profile),
-            Output::Unsettled => settle(asked, &profile).map(|settled| self.output = settled),
+            Output::Unsettled => Ok(Replaced::Lost),
         };
+        let saved = match replaced {
+            Ok(Replaced::Done) => Ok(()),
+            Ok(Replaced::Lost) => {
+                self.let_go();
+                settle(asked, &profile).map(|settled| self.output = settled)
+            }
+            Err(error) => Err(error),
+        };
+        if let Output::File(file) = &mut self.output {
+            for note in file.take_notes() {
+                log(Level::Warn, &format!("{}: {note}", file.path().display()));
+            }
+        }
         match saved {
             Ok(()) => {
                 self.saved_calls = calls;
                 failing.store(false, Relaxed);
             }
-            Err(error) if !failing.swap(true, Relaxed) => {
-                log(Level::Warn, &format!("profile not saved, will be tried again: {error}"));
-            }
-            Err(_) => {}
+            Err(error) => tell(&error, failing),
         }
+    }
+
+    /// Forgets a file in whose place another one has come.
+    fn let_go(&mut self) {
+        if let Output::File(file) = std::mem::take(&mut self.output) {
+            log(Level::Warn, &format!("{}: another file has come in its place", file.path().display()));
+        }
+    }
+}
+
+/// Tells the user of the first of several failures.
+pub fn tell(error: &Error, failing: &AtomicBool) {
+    if !failing.swap(true, Relaxed) {
+        log(Level::Warn, &format!("profile not saved, will be tried again: {error}"));
     }
 }
 
@@ -97,7 +128,7 @@ enum Output {
 
 /// Writes the profile for the first time: to the file asked for, or to one beside it if that is taken.
 fn settle(asked: &Path, profile: &Profile) -> Result<Output> {
-    match OutputFile::acquire(asked, profile)? {
+    match OutputFile::acquire(asked, profile, None)? {
         Acquired::File(file) => Ok(Output::File(file)),
         Acquired::Taken => settle_beside(asked, profile),
         Acquired::NotAProfile(error) => {
@@ -113,8 +144,8 @@ fn settle_beside(asked: &Path, profile: &Profile) -> Result<Output> {
     let tag = profile.model.as_ref().and_then(|id| id.fingerprint.get(..TAG_DIGITS)).unwrap_or("model");
     let asked_for = asked.display();
     for n in 1..=MAX_FILES_BESIDE {
-        let path = beside(asked, tag, n);
-        match OutputFile::acquire(&path, profile)? {
+        let path = beside(asked, &if n == 1 { tag.to_owned() } else { format!("{tag}-{n}") });
+        match OutputFile::acquire(&path, profile, None)? {
             Acquired::File(file) => {
                 let path = path.display();
                 log(
@@ -136,23 +167,3 @@ fn settle_beside(asked: &Path, profile: &Profile) -> Result<Output> {
 const MAX_FILES_BESIDE: usize = 8;
 /// Hex digits of the model's fingerprint in such a file's name.
 const TAG_DIGITS: usize = 8;
-
-/// `experts.json` → `experts-TAG.json`, then `experts-TAG-2.json` and so on.
-fn beside(asked: &Path, tag: &str, n: usize) -> PathBuf {
-    let stem = asked.file_stem().unwrap_or_default().to_string_lossy();
-    let number = if n == 1 { String::new() } else { format!("-{n}") };
-    let extension = asked.extension().map(|e| format!(".{}", e.to_string_lossy())).unwrap_or_default();
-    asked.with_file_name(format!("{stem}-{tag}{number}{extension}"))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_second_models_file_stands_beside_the_first() {
-        assert_eq!(beside(Path::new("/p/experts.json"), "ab12", 1), Path::new("/p/experts-ab12.json"));
-        assert_eq!(beside(Path::new("/p/experts.json"), "ab12", 2), Path::new("/p/experts-ab12-2.json"));
-        assert_eq!(beside(Path::new("/p/experts"), "ab12", 1), Path::new("/p/experts-ab12"));
-    }
-}

@@ -2,25 +2,42 @@
 //!
 //! Contexts add to a buffer in memory; whoever saves profiles carries it to the file. One model per file: the first.
 
+use crate::files::{self, Claim, FileError, Growing, MAX_WAITING_BYTES, beside, is_same_file, read_start};
 use crate::ggml::{Level, OwnIds, log};
+use crate::options::Config;
 use crate::runtime::model::Model;
 use crate::runtime::model::layer::Layer;
 use crate::trace::{LayerInfo, MAGIC, TraceWriter};
 use crate::units::Expert;
-use std::fs::{File, OpenOptions};
-use std::io::{self, Read, Write};
+use std::fs::File;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::SystemTime;
 
 /// Room in the buffer at first: some seconds of decoding.
 const BUFFER_BYTES: usize = 1 << 20;
+/// Files beside the one asked for that are tried before giving up: a router may start many programs.
+const MAX_FILES_BESIDE: usize = 999;
+/// How often a file may change while we look at it before we give up.
+const MAX_TRIES: usize = 16;
 
 /// One model's trace.
 pub struct TraceFile {
     path: PathBuf,
     inner: Mutex<Inner>,
     /// Held while the buffer is carried to the file.
-    file: Mutex<Option<File>>,
+    file: Mutex<Option<Open>>,
+    has_ended: AtomicBool,
+}
+
+/// A file that is being written.
+struct Open {
+    file: Growing,
+    /// What has not been written yet.
+    waiting: Vec<u8>,
+    /// Whether the user knows that the disk is full.
+    said_full: bool,
 }
 
 struct Inner {
@@ -30,25 +47,42 @@ struct Inner {
 }
 
 impl TraceFile {
-    /// A trace for `path`, which is created or, if it is an earlier trace, replaced. `None`, after a line, if it is not.
-    pub fn new(path: &Path) -> Option<Self> {
-        let opened = open(path);
-        let writer = TraceWriter::new(Vec::with_capacity(BUFFER_BYTES));
-        match (opened, writer) {
-            (Ok(file), Ok(writer)) => Some(Self {
-                path: path.into(),
-                inner: Mutex::new(Inner { writer, model: None }),
-                file: Mutex::new(Some(file)),
-            }),
-            (Err(error), _) | (_, Err(error)) => {
-                log(Level::Warn, &format!("{}: no trace is written: {error}", path.display()));
-                None
-            }
+    /// A new trace, in the file asked for or, if that is taken, beside it. `None`, after a line, if there is none.
+    pub fn open(config: &Config) -> Option<Self> {
+        let path = config.trace_out.as_ref()?;
+        let refuse = |why: &dyn std::fmt::Display| {
+            log(Level::Warn, &format!("{}: no trace is written: {why}", path.display()));
+        };
+        let profiles = [&config.perf_out, &config.hot_cache];
+        if profiles.into_iter().flatten().any(|profile| is_same_file(path, profile)) {
+            refuse(&"it is the profile's file too; expected a file for each");
+            return None;
         }
+        let file = match settle(path, config.session_began) {
+            Ok(Some(file)) => file,
+            Ok(None) => {
+                refuse(&format!("it and {MAX_FILES_BESIDE} files beside it are taken"));
+                return None;
+            }
+            Err(error) => {
+                refuse(&error);
+                return None;
+            }
+        };
+        let writer = TraceWriter::new(Vec::with_capacity(BUFFER_BYTES)).ok()?; // memory takes everything
+        Some(Self {
+            path: file.path().into(),
+            inner: Mutex::new(Inner { writer, model: None }),
+            file: Mutex::new(Some(Open { file, waiting: Vec::new(), said_full: false })),
+            has_ended: AtomicBool::new(false),
+        })
     }
 
     /// Adds one call. The lock is held for this only.
     pub fn add(&self, model: &Arc<Model>, layer: &Layer, ids: &OwnIds) {
+        if self.has_ended.load(Relaxed) {
+            return;
+        }
         let mut inner = self.inner();
         let owner = inner.model.get_or_insert_with(|| model.clone());
         if !Arc::ptr_eq(owner, model) {
@@ -65,15 +99,26 @@ impl TraceFile {
         let _ = inner.writer.call(info, n_tokens, experts);
     }
 
-    /// Carries what has been added to the file.
+    /// Carries what has been added to the file. While the disk is full it waits in memory.
     pub fn save(&self) {
         let mut file = self.file.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(out) = &mut *file else { return };
+        let Some(open) = &mut *file else { return };
         let empty = Vec::with_capacity(BUFFER_BYTES);
-        let bytes = std::mem::replace(self.inner().writer.get_mut(), empty);
-        if let Err(error) = out.write_all(&bytes) {
-            log(Level::Warn, &format!("{}: the trace ends here: {error}", self.path.display()));
-            *file = None;
+        let mut bytes = std::mem::replace(self.inner().writer.get_mut(), empty);
+        open.waiting.append(&mut bytes);
+        let path = self.path.display();
+        match open.file.append(&mut open.waiting) {
+            Ok(()) => open.said_full = false,
+            Err(error) if error.is_full_disk() && open.waiting.len() <= MAX_WAITING_BYTES => {
+                if !std::mem::replace(&mut open.said_full, true) {
+                    log(Level::Warn, &format!("{path}: trace not written, will be tried again: {error}"));
+                }
+            }
+            Err(error) => {
+                log(Level::Warn, &format!("{path}: trace ended: {error}"));
+                self.has_ended.store(true, Relaxed);
+                *file = None;
+            }
         }
     }
 
@@ -93,18 +138,68 @@ impl TraceFile {
     }
 }
 
-/// The file, empty. Fails where something other than a trace is.
-fn open(path: &Path) -> io::Result<File> {
-    let mut file = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(path)?;
-    if !file.metadata()?.is_file() {
-        return Err(io::Error::other("expected a regular file"));
+/// The file asked for, empty, or the next one beside it; `None` if all are taken.
+fn settle(asked: &Path, session_began: Option<SystemTime>) -> Result<Option<Growing>, TraceFileError> {
+    let names = (2..).map(|n: usize| beside(asked, &n.to_string())).take(MAX_FILES_BESIDE);
+    for (n, path) in std::iter::once(asked.to_owned()).chain(names).enumerate() {
+        match begin(&path, session_began) {
+            Ok(Some(mut file)) => {
+                if n > 0 {
+                    let asked = asked.display();
+                    log(
+                        Level::Warn,
+                        &format!("{asked} is taken (another program): this trace goes to {}", path.display()),
+                    );
+                }
+                for note in file.take_notes() {
+                    log(Level::Warn, &format!("{}: {note}", path.display()));
+                }
+                return Ok(Some(file));
+            }
+            Ok(None) => {}
+            Err(TraceFileError::NotATrace) if n > 0 => {}
+            Err(error) => return Err(error),
+        }
     }
-    let mut start = Vec::new();
-    (&mut file).take(MAGIC.len() as u64).read_to_end(&mut start)?;
-    if !start.is_empty() && start != MAGIC {
-        return Err(io::Error::other("expected a new file or an earlier trace"));
+    Ok(None)
+}
+
+/// Begins a trace at `path`; `None` if another program writes one there, or has done so in this session.
+fn begin(path: &Path, session_began: Option<SystemTime>) -> Result<Option<Growing>, TraceFileError> {
+    for _ in 0..MAX_TRIES {
+        let Claim::Ours(claimed) = files::claim(path)? else { return Ok(None) };
+        if let Some(present) = claimed.present() {
+            let start = read_start(present, MAGIC.len()).map_err(TraceFileError::Unreadable)?;
+            if start == MAGIC && is_younger(present, session_began) {
+                return Ok(None);
+            }
+            if !start.is_empty() && start != MAGIC {
+                return Err(TraceFileError::NotATrace);
+            }
+        }
+        if let Some(file) = claimed.grow()? {
+            return Ok(Some(file));
+        }
     }
-    file.set_len(0)?;
-    io::Seek::rewind(&mut file)?;
-    Ok(file)
+    Ok(None)
+}
+
+/// Whether a file has been written in this session, which a launcher has begun: by another of a router's programs, say.
+fn is_younger(file: &File, session_began: Option<SystemTime>) -> bool {
+    let written = file.metadata().and_then(|meta| meta.modified());
+    session_began.zip(written.ok()).is_some_and(|(began, written)| written >= began)
+}
+
+/// Why a trace cannot be written to a file.
+#[derive(Debug, thiserror::Error)]
+enum TraceFileError {
+    /// The file cannot be ours.
+    #[error(transparent)]
+    File(#[from] FileError),
+    /// It cannot be looked at.
+    #[error("cannot be read: {0}")]
+    Unreadable(std::io::Error),
+    /// Something else is there.
+    #[error("expected a new file or an earlier trace")]
+    NotATrace,
 }
