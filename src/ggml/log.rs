@@ -23,6 +23,11 @@ pub fn log(level: Level, message: &str) {
         Level::Error => sys::GGML_LOG_LEVEL_ERROR,
     };
     let line = format!("moe-hot: {}\n", message.replace('\0', " "));
+    if !sys::is_found(c"ggml_log_get") {
+        // No ggml to hand it to.
+        eprint!("{line}");
+        return;
+    }
     let Ok(line) = CString::new(line) else { return };
     let (callback, user_data) = current();
     if let Some(callback) = callback {
