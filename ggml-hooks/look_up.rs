@@ -82,14 +82,18 @@ fn function_named<'a>(foreign: &'a [Item], name: &str) -> Result<&'a ForeignItem
     });
     let found = functions.find(|function| function.sig.ident == name);
     let found = found.with_context(|| format!("{FUNCTIONS}: {name}: this llama.cpp declares no such function"))?;
-    ensure!(found.sig.variadic.is_none(), "{FUNCTIONS}: {name}: takes any number of arguments, and cannot be passed on");
+    ensure!(
+        found.sig.variadic.is_none(),
+        "{FUNCTIONS}: {name}: takes any number of arguments, and cannot be passed on"
+    );
     Ok(found)
 }
 
 /// The table of addresses, and for each function one of the same name that calls through it.
 fn looked_up(functions: &[&ForeignItemFn]) -> Result<String> {
     let count = functions.len();
-    let names = functions.iter().map(|function| CString::new(function.sig.ident.to_string())).collect::<Result<Vec<_>, _>>()?;
+    let names =
+        functions.iter().map(|function| CString::new(function.sig.ident.to_string())).collect::<Result<Vec<_>, _>>()?;
     let table = quote! {
         static ADDRESSES: [::std::sync::atomic::AtomicPtr<::std::os::raw::c_void>; #count] =
             [const { ::std::sync::atomic::AtomicPtr::new(::std::ptr::null_mut()) }; #count];
@@ -131,7 +135,8 @@ fn looked_up(functions: &[&ForeignItemFn]) -> Result<String> {
     };
     let wrappers = functions.iter().enumerate().map(|(index, function)| {
         let (name, inputs, output) = (&function.sig.ident, &function.sig.inputs, &function.sig.output);
-        let typed = || inputs.iter().filter_map(|input| if let syn::FnArg::Typed(typed) = input { Some(typed) } else { None });
+        let typed =
+            || inputs.iter().filter_map(|input| if let syn::FnArg::Typed(typed) = input { Some(typed) } else { None });
         let (arguments, types) = (typed().map(|typed| &typed.pat), typed().map(|typed| &typed.ty));
         quote! {
             #[inline]

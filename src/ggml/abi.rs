@@ -113,9 +113,10 @@ fn graph_overhead_of_one_node() -> usize {
 /// Asks for the name of every number that we know, from 0 up, and stops at the first that differs: so no table is read
 /// further than one entry behind its end.
 fn check_names() -> Result<(), String> {
+    type Names = &'static [(u32, &'static str)];
     type NameOf = fn(u32) -> *const c_char;
     // SAFETY: each reads an entry of a table of constants, or, once, the word behind it.
-    let tables: [(&str, &[(u32, &str)], NameOf); 4] = unsafe {
+    let tables: [(&str, Names, NameOf); 4] = unsafe {
         [
             ("operation", sys::OP_NAMES, |number| sys::ggml_op_name(number)),
             ("unary operation", sys::UNARY_OP_NAMES, |number| sys::ggml_unary_op_name(number)),
@@ -154,9 +155,8 @@ fn check_tables(api: BackendApi) -> Result<()> {
     let device = cpu.as_raw();
     let entries = size_of::<sys::ggml_backend_device_i>() / POINTER;
     // SAFETY: the device is registered and begins with its table; what is read behind it, is what is tested.
-    let (set, host, ours) = unsafe {
-        (entries_set(device.cast(), entries), sys::ggml_backend_dev_backend_reg(device), (*device).reg)
-    };
+    let (set, host, ours) =
+        unsafe { (entries_set(device.cast(), entries), sys::ggml_backend_dev_backend_reg(device), (*device).reg) };
     // All up to `get_buffer_type`, then `buffer_from_host_ptr`, `supports_op` and `supports_buft`.
     expect("another table of devices", set as usize, 0b111_0111_1111)?;
     expect("another layout of devices", host as usize, ours as usize)?;

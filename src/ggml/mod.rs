@@ -59,7 +59,9 @@ pub mod sys {
     include!(concat!(env!("OUT_DIR"), "/ggml_looked_up.rs"));
 
     #[cfg(test)]
-    pub fn look_up(_: impl Fn(&std::ffi::CStr) -> Option<std::ptr::NonNull<std::ffi::c_void>>) -> Option<&'static std::ffi::CStr> {
+    pub fn look_up(
+        _: impl Fn(&std::ffi::CStr) -> Option<std::ptr::NonNull<std::ffi::c_void>>,
+    ) -> Option<&'static std::ffi::CStr> {
         None
     }
 

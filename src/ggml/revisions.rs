@@ -36,31 +36,28 @@ impl BackendApi {
 const OTHER_TREE: Option<&str> = option_env!("MOE_HOT_OTHER_TREE");
 
 /// The first and the last build that have been looked at; all between have the layouts of one of them.
-const SERVED: RangeInclusive<u32> = match (parsed(env!("LLAMA_BUILD")), parsed(env!("LAST_BUILD"))) {
-    (first, last) => first..=last,
-};
-
-const fn parsed(digits: &str) -> u32 {
-    match u32::from_str_radix(digits, 10) {
-        Ok(number) => number,
-        Err(_) => panic!("ggml-hooks/pin.env: expected a build number"),
-    }
+fn served_builds() -> RangeInclusive<u32> {
+    let number = |digits: &str| digits.parse().unwrap_or(0);
+    number(env!("LLAMA_BUILD"))..=number(env!("LAST_BUILD"))
 }
 
 /// Whether llama.cpp's build of this number is known to be served. Of others, and of those that state no number (0), the
 /// plugin itself finds out by their layouts when it is loaded.
 #[allow(dead_code)] // for the launcher's check
 pub fn is_served_build(number: u32) -> bool {
-    OTHER_TREE.is_none() && SERVED.contains(&number)
+    OTHER_TREE.is_none() && served_builds().contains(&number)
 }
 
 /// For messages: what is served, and what to do about another revision.
 pub fn served() -> String {
-    const COMMAND: &str = "to build the plugin for this very one, run in moe-hot's folder: scripts/build-for PATH-OF-ITS-LLAMA.CPP";
+    const COMMAND: &str =
+        "to build the plugin for this very one, run in moe-hot's folder: scripts/build-for PATH-OF-ITS-LLAMA.CPP";
     match OTHER_TREE {
         None => {
-            let (first, last) = (SERVED.start(), SERVED.end());
-            format!("served are llama.cpp b{first} (API 2) to b{last} (API 3) and builds with the same layouts; {COMMAND}")
+            let (first, last) = served_builds().into_inner();
+            format!(
+                "served are llama.cpp b{first} (API 2) to b{last} (API 3) and builds with the same layouts; {COMMAND}"
+            )
         }
         Some(tree) => format!("served is the llama.cpp in {tree} (API {}); {COMMAND}", sys::GGML_BACKEND_API_VERSION),
     }
@@ -72,7 +69,9 @@ mod tests {
 
     #[test]
     fn builds_between_the_first_and_the_last_are_served() {
-        for (number, expected) in [(0, false), (11311, false), (11312, true), (11400, true), (11434, true), (11435, false)] {
+        for (number, expected) in
+            [(0, false), (11311, false), (11312, true), (11400, true), (11434, true), (11435, false)]
+        {
             assert_eq!(is_served_build(number), expected, "{number}");
         }
     }
