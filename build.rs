@@ -1,7 +1,9 @@
-//! Generates the ggml bindings and tells the linker where the pinned llama.cpp was built.
+//! Generates the ggml bindings, and tells the linker where unit tests find the pinned llama.cpp.
 
 #[path = "ggml-hooks/bindgen.rs"]
 mod hooks;
+#[path = "ggml-hooks/look_up.rs"]
+mod look_up;
 
 use anyhow::{Context, Result};
 use std::path::{Path, PathBuf};
@@ -13,7 +15,8 @@ fn main() -> Result<()> {
     let root = PathBuf::from(env::var("CARGO_MANIFEST_DIR")?);
     export_pin(&root)?;
     hooks::link_ggml(&root)?;
-    hooks::generate_bindings(&root)
+    hooks::generate_bindings(&root)?;
+    look_up::split_bindings(&root)
 }
 
 /// Makes `LLAMA_COMMIT`, `LLAMA_BUILD` and `GGML_VERSION` readable with `env!`.

@@ -6,9 +6,16 @@ use std::path::{Path, PathBuf};
 use std::{env, fs};
 
 const HEADER: &str = "ggml-hooks/bindings.h";
+/// The sources of another llama.cpp to build for (`scripts/build-for`).
+const OTHER_TREE: &str = "MOE_HOT_OTHER_TREE";
 
-/// Links with ggml in `build/stock`, below the repository's root.
+/// Links with ggml in `build/stock`, below the repository's root: unit tests call it. The plugin needs none.
 pub fn link_ggml(root: &Path) -> Result<()> {
+    // A host may call dlclose on a backend it has refused or knows already: keep the code mapped, whatever it does.
+    println!("cargo:rustc-cdylib-link-arg=-Wl,-z,nodelete");
+    if env::var_os(OTHER_TREE).is_some() {
+        return Ok(());
+    }
     let libs = root.join("build/stock/bin");
     ensure!(
         libs.join("libggml-base.so").exists(),
@@ -26,8 +33,6 @@ pub fn link_ggml(root: &Path) -> Result<()> {
     }
     println!("cargo:rustc-link-search=native={}", links.display());
     println!("cargo:rustc-link-arg=-Wl,--as-needed,-lggml,-lggml-base");
-    // A host may call dlclose on a backend it has refused or knows already: keep the code mapped, whatever it does.
-    println!("cargo:rustc-cdylib-link-arg=-Wl,-z,nodelete");
     Ok(())
 }
 
@@ -35,7 +40,9 @@ pub fn link_ggml(root: &Path) -> Result<()> {
 pub fn generate_bindings(root: &Path) -> Result<()> {
     let header = root.join(HEADER);
     println!("cargo:rerun-if-changed={}", header.display());
-    let ggml = root.join("llama.cpp/ggml");
+    println!("cargo:rerun-if-env-changed={OTHER_TREE}");
+    let tree = env::var_os(OTHER_TREE).map_or_else(|| root.join("llama.cpp"), PathBuf::from);
+    let ggml = tree.join("ggml");
     ensure!(ggml.join("include/ggml.h").exists(), "{} holds no ggml headers: run scripts/setup first", ggml.display());
     bindgen::Builder::default()
         .header(header.display().to_string())

@@ -7,30 +7,14 @@ use std::path::{Path, PathBuf};
 #[non_exhaustive]
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The host's ggml is not the revision this plugin was built for.
-    #[error("host runs {host}, this plugin was built for {plugin}: build both from the same llama.cpp revision")]
-    Revision {
-        /// What the host says it is.
-        host: String,
-        /// What this plugin was built for.
-        plugin: String,
-    },
-    /// The host says the right version, but one of its structs is laid out differently.
-    #[error(
-        "host's {what} does not match this plugin's ({host} instead of {plugin}): build both from the same llama.cpp revision"
-    )]
-    Layout {
-        /// The struct or size that differs.
-        what: &'static str,
-        /// The host's value.
-        host: usize,
-        /// The value this plugin was built with.
-        plugin: usize,
-    },
-    /// ggml knows no CPU device: this process holds a second, separate copy of ggml.
-    #[error(
-        "no CPU device in this copy of ggml: the host is linked statically or loads another libggml; use a build with shared libraries"
-    )]
+    /// The host's ggml cannot be used, or is not one that this plugin serves.
+    #[error("{0}")]
+    Host(String),
+    /// Something of the host's ggml is laid out as in none that this plugin serves.
+    #[error("the host has {0}")]
+    Layout(&'static str),
+    /// ggml has loaded no CPU backend before us.
+    #[error("no CPU device in the ggml that has loaded this plugin: it must load its CPU backend first")]
     NoCpuDevice,
     /// ggml refused to create something.
     #[error("ggml could not create {0}")]

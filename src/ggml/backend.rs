@@ -94,10 +94,9 @@ impl Backend {
         Ok(Self { raw, device, kind, is_cpu, set_threads, set_abort_callback })
     }
 
-    /// What our bindings read as the instance's device; `abi` compares it with ggml's own answer.
-    pub(super) fn device_field(&self) -> usize {
-        // SAFETY: the instance is valid.
-        unsafe { self.raw.as_ref() }.device as usize
+    /// For `abi`, which compares its layout.
+    pub(super) fn as_raw(&self) -> *const sys::ggml_backend {
+        self.raw.as_ptr()
     }
 
     /// Threads to compute with, where the device has any say in it.

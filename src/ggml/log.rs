@@ -23,6 +23,11 @@ pub enum Level {
 /// Writes one line, prefixed with `moe-hot: `.
 pub fn log(level: Level, message: &str) {
     let line = format!("moe-hot: {}\n", message.replace('\0', " "));
+    if !sys::is_found(c"ggml_log_get") {
+        // No ggml to hand it to, and nobody to tell of a failure.
+        let _ = stderr().write_all(line.as_bytes());
+        return;
+    }
     let (callback, user_data) = current();
     if is_silent(callback) {
         if level != Level::Info {

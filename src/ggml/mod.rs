@@ -12,19 +12,21 @@ mod buffer;
 mod contract_tests;
 mod device;
 mod graph;
+mod host_library;
 mod ids;
 mod live;
 mod log;
 mod memory;
 mod operation;
 mod own_graph;
+mod revisions;
 mod tensor;
 #[cfg(test)]
 pub(crate) mod test_devices;
 #[cfg(test)]
 pub(crate) mod testing;
 
-pub use abi::{COMMIT, RevisionCheck, check_host, is_commit, is_our_commit};
+pub use abi::{COMMIT, is_commit, is_our_commit, join_host};
 pub use arena::{GraphBuilder, Inputs, TensorIndex};
 pub use backend::{
     AbortCallback, Backend, HostBlocks, PIECE_BYTES, PIECES_IN_FLIGHT, PROBE_BYTES, PROBE_BYTES_PER_UPLOAD, Status,
@@ -33,19 +35,40 @@ pub use backend::{
 pub use buffer::{Buffer, BufferType};
 pub use device::Device;
 pub use graph::Graph;
+pub use host_library::HostLibrary;
 pub use ids::{Ids, OwnIds};
 pub use live::{SharedWeights, close_buffer, is_of_weights, open_buffer};
 pub use log::{Level, is_hosts_log, log, remember_hosts_log};
 pub use memory::{HostBlock, Memory, Scratch};
 pub use operation::{MAX_SOURCES, OpParams};
 pub use own_graph::{OwnGraph, PlacedTensors, graphs_built};
+pub use revisions::BackendApi;
+#[allow(unused_imports)] // for the launcher's check
+pub use revisions::{is_served_build, served};
 pub use tensor::Tensor;
 
-/// The generated bindings to the pinned revision of ggml.
+/// The generated bindings to ggml. No function is linked: all are looked up in the ggml that has loaded us, but for unit
+/// tests, which have loaded none that way.
 #[allow(missing_docs, dead_code, non_camel_case_types, non_snake_case, non_upper_case_globals)]
 #[allow(unsafe_op_in_unsafe_fn, clippy::all, clippy::undocumented_unsafe_blocks)]
 pub mod sys {
     include!(concat!(env!("OUT_DIR"), "/ggml.rs"));
+    #[cfg(test)]
+    include!(concat!(env!("OUT_DIR"), "/ggml_linked.rs"));
+    #[cfg(not(test))]
+    include!(concat!(env!("OUT_DIR"), "/ggml_looked_up.rs"));
+
+    #[cfg(test)]
+    pub fn look_up(
+        _: impl Fn(&std::ffi::CStr) -> Option<std::ptr::NonNull<std::ffi::c_void>>,
+    ) -> Option<&'static std::ffi::CStr> {
+        None
+    }
+
+    #[cfg(test)]
+    pub fn is_found(_: &std::ffi::CStr) -> bool {
+        true
+    }
 }
 
 /// Turns a C string that ggml owns into text; a NULL becomes the empty string.

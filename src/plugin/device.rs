@@ -2,13 +2,13 @@
 
 use super::guard::{NAME, guard};
 use super::{backend, buffer, buffer_type, event};
-use crate::ggml::{BufferType, Tensor, sys};
+use crate::ggml::{BackendApi, BufferType, Tensor, sys};
 use crate::runtime::runtime;
 use std::ffi::{c_char, c_void};
 use std::ptr::{null, null_mut};
 
 /// A device of `registry` with its buffer type, which is its context. Lives as long as the process.
-pub(super) fn make(registry: sys::ggml_backend_reg_t) -> sys::ggml_backend_dev_t {
+pub(super) fn make(registry: sys::ggml_backend_reg_t, api: BackendApi) -> sys::ggml_backend_dev_t {
     let device = Box::into_raw(Box::new(sys::ggml_backend_device {
         iface: sys::ggml_backend_device_i {
             get_name: Some(get_name),
@@ -31,7 +31,7 @@ pub(super) fn make(registry: sys::ggml_backend_reg_t) -> sys::ggml_backend_dev_t
         context: null_mut(),
     }));
     // SAFETY: nobody else knows the device yet.
-    unsafe { (*device).context = buffer_type::make(device).cast() };
+    unsafe { (*device).context = buffer_type::make(device, api) };
     device
 }
 

@@ -2,7 +2,7 @@
 
 use super::guard::{NAME, guard};
 use super::{backend, device};
-use crate::ggml::{Level, RevisionCheck, check_host, log, remember_hosts_log, sys};
+use crate::ggml::{BackendApi, Level, join_host, log, remember_hosts_log, sys};
 use std::ffi::{CStr, c_char, c_void};
 use std::ptr::{NonNull, null_mut};
 use std::sync::OnceLock;
@@ -15,10 +15,10 @@ unsafe impl Send for Registry {}
 // SAFETY: as above.
 unsafe impl Sync for Registry {}
 
-/// A registry with its one device, which is its context.
-fn make() -> Registry {
+/// A registry with its one device, which is its context, in the version of the tables that the host speaks.
+fn make(api: BackendApi) -> Registry {
     let registry = NonNull::from(Box::leak(Box::new(sys::ggml_backend_reg {
-        api_version: sys::GGML_BACKEND_API_VERSION as i32,
+        api_version: api.number(),
         iface: sys::ggml_backend_reg_i {
             get_name: Some(get_name),
             get_device_count: Some(get_device_count),
@@ -27,36 +27,26 @@ fn make() -> Registry {
         },
         context: null_mut(),
     })));
-    let device = device::make(registry.as_ptr());
+    let device = device::make(registry.as_ptr(), api);
     // SAFETY: nobody else knows the registry yet.
     unsafe { (*registry.as_ptr()).context = device.cast() };
     Registry(registry)
 }
 
-/// Checks the host once and says what it found once.
-pub(super) fn init() -> sys::ggml_backend_reg_t {
+/// Joins the ggml that the code at `caller` is of, once, and says once why not.
+pub(super) fn init(caller: *const c_void) -> sys::ggml_backend_reg_t {
     static REGISTRY: OnceLock<Option<Registry>> = OnceLock::new();
-    remember_hosts_log();
-    let registry = REGISTRY.get_or_init(|| fits().then(make));
-    registry.as_ref().map_or(null_mut(), |registry| registry.0.as_ptr())
-}
-
-/// Whether host and plugin fit together.
-fn fits() -> bool {
-    match check_host() {
-        Ok(RevisionCheck::Exact) => true,
-        Ok(RevisionCheck::Weak) => {
-            log(
-                Level::Warn,
-                "the host does not name its llama.cpp revision: only versions and struct layouts were compared",
-            );
-            true
+    let join = || match join_host(caller) {
+        Ok(api) => {
+            remember_hosts_log();
+            Some(make(api))
         }
         Err(error) => {
             log(Level::Warn, &format!("not loaded, the host goes on without it: {error}"));
-            false
+            None
         }
-    }
+    };
+    REGISTRY.get_or_init(join).as_ref().map_or(null_mut(), |registry| registry.0.as_ptr())
 }
 
 unsafe extern "C" fn get_name(_: sys::ggml_backend_reg_t) -> *const c_char {
@@ -90,12 +80,13 @@ unsafe extern "C" fn get_proc_address(_: sys::ggml_backend_reg_t, name: *const c
 mod tests {
     use super::*;
     use crate::ggml::testing::load_cpu;
+    use std::ptr::null;
 
     #[test]
     fn each_table_leads_to_the_others_and_an_instance_is_made_and_freed() {
         load_cpu();
-        let registry = init();
-        assert_eq!(registry, init(), "made once");
+        let registry = init(null());
+        assert_eq!(registry, init(null()), "made once");
         // SAFETY: the registry and what it leads to live as long as the process; the instance and the buffer are freed once.
         unsafe {
             let device = sys::ggml_backend_reg_dev_get(registry, 0);
@@ -107,7 +98,7 @@ mod tests {
             assert_eq!(sys::ggml_backend_buffer_get_type(buffer), kind);
             sys::ggml_backend_buffer_free(buffer);
 
-            let instance = sys::ggml_backend_dev_init(device, std::ptr::null());
+            let instance = sys::ggml_backend_dev_init(device, null());
             assert_eq!(sys::ggml_backend_get_device(instance), device);
             sys::ggml_backend_free(instance);
         }

@@ -9,7 +9,68 @@ const ALIGNMENT: usize = 128;
 /// As CUDA does: quantized rows are padded, in memory, to a multiple of this many weights.
 const ROW_PADDING: i64 = 512;
 
-pub(crate) static DEVICE_TYPE: Shared<sys::ggml_backend_buffer_type> = Shared::new(sys::ggml_backend_buffer_type {
+/// A buffer type as the headers have it that we are built with (API 2), with room for the larger one of API 3.
+#[repr(C)]
+struct Table {
+    api_2: sys::ggml_backend_buffer_type,
+    room: [usize; 2],
+}
+
+/// `ggml_backend_buffer_type` of API 3.
+#[repr(C)]
+struct TableOfApi3 {
+    get_name: Option<unsafe extern "C" fn(sys::ggml_backend_buffer_type_t) -> *const c_char>,
+    alloc_buffer: Option<unsafe extern "C" fn(sys::ggml_backend_buffer_type_t, usize) -> sys::ggml_backend_buffer_t>,
+    alloc_buffer_n: usize,
+    get_alignment: Option<unsafe extern "C" fn(sys::ggml_backend_buffer_type_t) -> usize>,
+    get_max_size: Option<unsafe extern "C" fn(sys::ggml_backend_buffer_type_t) -> usize>,
+    get_alloc_size: Option<unsafe extern "C" fn(sys::ggml_backend_buffer_type_t, *const sys::ggml_tensor) -> usize>,
+    get_alloc_size_n: usize,
+    is_host: Option<unsafe extern "C" fn(sys::ggml_backend_buffer_type_t) -> bool>,
+    device: sys::ggml_backend_dev_t,
+    context: *mut c_void,
+}
+
+const _: () = assert!(size_of::<TableOfApi3>() == size_of::<Table>());
+
+/// A static buffer type.
+pub(crate) struct BufferType(Shared<Table>);
+
+impl BufferType {
+    const fn new(api_2: sys::ggml_backend_buffer_type) -> Self {
+        Self(Shared::new(Table { api_2, room: [0; 2] }))
+    }
+
+    pub(crate) const fn get(&self) -> sys::ggml_backend_buffer_type_t {
+        self.0.get().cast()
+    }
+
+    /// Rewrites the table for a host of API 3.
+    ///
+    /// # Safety
+    /// Nobody has seen the table yet, and it is rewritten once.
+    pub(crate) unsafe fn become_api_3(&self) {
+        // SAFETY: the caller vouches for the table, which has room for either.
+        unsafe {
+            let sys::ggml_backend_buffer_type { iface, device, context } = std::ptr::read(self.get());
+            let table = TableOfApi3 {
+                get_name: iface.get_name,
+                alloc_buffer: iface.alloc_buffer,
+                alloc_buffer_n: 0,
+                get_alignment: iface.get_alignment,
+                get_max_size: iface.get_max_size,
+                get_alloc_size: iface.get_alloc_size,
+                get_alloc_size_n: 0,
+                is_host: iface.is_host,
+                device,
+                context,
+            };
+            std::ptr::write(self.get().cast(), table);
+        }
+    }
+}
+
+pub(crate) static DEVICE_TYPE: BufferType = BufferType::new(sys::ggml_backend_buffer_type {
     iface: sys::ggml_backend_buffer_type_i {
         get_name: Some(get_name),
         alloc_buffer: Some(alloc_buffer),
@@ -22,7 +83,7 @@ pub(crate) static DEVICE_TYPE: Shared<sys::ggml_backend_buffer_type> = Shared::n
     context: null_mut(),
 });
 
-pub(crate) static HOST_TYPE: Shared<sys::ggml_backend_buffer_type> = Shared::new(sys::ggml_backend_buffer_type {
+pub(crate) static HOST_TYPE: BufferType = BufferType::new(sys::ggml_backend_buffer_type {
     iface: sys::ggml_backend_buffer_type_i {
         get_name: Some(get_host_name),
         alloc_buffer: Some(alloc_host_buffer),

@@ -59,7 +59,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// A static that ggml points into. ggml only reads it.
 struct Shared<T>(UnsafeCell<T>);
 
-// SAFETY: neither we nor ggml write to these statics after their constant initialisation.
+// SAFETY: neither we nor ggml write to these statics once the host has seen them.
 unsafe impl<T> Sync for Shared<T> {}
 
 impl<T> Shared<T> {

@@ -1,6 +1,6 @@
 //! The registry: one device; and the way in for a second library, which `FAKE_LOAD` names.
 
-use crate::{Shared, device, guard, say, settings, stats, sys};
+use crate::{Shared, buffer_type, device, guard, say, settings, stats, sys};
 use std::env;
 use std::ffi::{CStr, CString, c_char, c_void};
 use std::os::unix::ffi::OsStrExt;
@@ -36,11 +36,24 @@ pub(crate) fn init() -> sys::ggml_backend_reg_t {
         return null_mut();
     }
     if is_first {
+        speak_as_host();
         stats::DEVICES.add(1);
         stats::write_at_exit();
         load_other();
     }
     REGISTRY.get()
+}
+
+/// Takes the API of the registries that are there already. Of 2 and 3, no more: the host refuses another.
+fn speak_as_host() {
+    // SAFETY: registries begin with their version; nobody has seen our tables yet, and this runs once.
+    unsafe {
+        if sys::ggml_backend_reg_count() > 0 && (*sys::ggml_backend_reg_get(0)).api_version == 3 {
+            (*REGISTRY.get()).api_version = 3;
+            buffer_type::DEVICE_TYPE.become_api_3();
+            buffer_type::HOST_TYPE.become_api_3();
+        }
+    }
 }
 
 /// Loads the library of `FAKE_LOAD`. We are registered before it, as a real GPU would be; the host, which registers
