@@ -77,8 +77,8 @@ fn prepare(command: Vec<OsString>, own_folder: &Path) -> Result<Command, Failure
         run.args(args); // it was a prompt that looks like a flag
         return Ok(run);
     }
-    program.check(&name, &args).or_input()?;
     let plugin = plugin(own_folder).or_internal()?;
+    program.check(&name, &args, &plugin)?;
     check_backend_path(&plugin).or_input()?;
     let config = flags.config();
     refuse_two_caches(&config, &loaded).or_input()?;

@@ -3,7 +3,7 @@
 use super::devices::{self, Device};
 use super::failure::{Failure, named_by_user};
 use super::question::{self, Answer};
-use crate::ggml::{COMMIT, is_commit, is_our_commit};
+use crate::ggml::{NOT_SERVED, is_our_commit, is_served_build};
 use crate::options::host::{self, BACKEND_PATH, CONFIG_HOME, Syntax};
 use anyhow::{Context, Result, anyhow, bail};
 use goblin::elf::Elf;
@@ -17,6 +17,7 @@ use std::time::Duration;
 const STOCK: &str = "../../build/stock/bin";
 /// How long a program may take to say what it is.
 const ANSWER_LIMIT: Duration = Duration::from_secs(20);
+const LIST_DEVICES: &str = "--list-devices";
 /// In the help of the program `llama`, which is all others in one.
 const COMMANDS: &str = "Available commands:";
 /// The one command of `llama` that does its work whatever follows, `--help` too.
@@ -87,32 +88,44 @@ impl Program {
         Ok(program)
     }
 
-    /// Refuses a program that is not llama.cpp's, or says that it is of another revision than the plugin.
+    /// Refuses a program that is not llama.cpp's, or whose llama.cpp the plugin does not serve.
     ///
-    /// One of llama.cpp's that does not say is let through: the plugin compares again when it is loaded.
-    pub fn check(&self, name: &OsStr, args: &[OsString]) -> Result<()> {
+    /// Of builds that are not known the plugin itself is asked, which looks at their layouts. Where a program cannot be asked it
+    /// is let through: the plugin looks again when it is loaded.
+    pub fn check(&self, name: &OsStr, args: &[OsString], plugin: &Path) -> Result<(), Failure> {
         match &self.identity {
-            Identity::Version(version) if is_other_revision(version) => bail!(
-                "{} is llama.cpp {version}; expected commit {}: build that revision (scripts/setup does) or moe-hot for yours",
-                self.path.display(),
-                &COMMIT[..9]
-            ),
+            Identity::Version(version) if !is_served(version) => self.ask_plugin(version, plugin),
             Identity::Version(_) | Identity::Linked => Ok(()),
-            Identity::Unknown => bail!(
+            Identity::Unknown => Err(Failure::Input(anyhow!(
                 "{} does not answer as a program of llama.cpp's does; expected moe-hot directly in front of one, as in: {}",
                 self.path.display(),
                 behind_wrapper(name, args)
-            ),
+            ))),
+        }
+    }
+
+    /// Has the program load the plugin, and refuses it if the plugin does.
+    fn ask_plugin(&self, version: &str, plugin: &Path) -> Result<(), Failure> {
+        if !self.syntax.knows(LIST_DEVICES) {
+            return Ok(());
+        }
+        let question: Vec<_> = self.command.iter().cloned().chain([LIST_DEVICES.into()]).collect();
+        let mut command = question_to(&self.path, &question);
+        command.env(BACKEND_PATH, plugin);
+        let answer = answer_of(command, &self.path)?.text;
+        match answer.lines().find_map(|line| line.split_once(NOT_SERVED)) {
+            Some((_, why)) => Err(Failure::Input(anyhow!("{} is llama.cpp {version}: {why}", self.path.display()))),
+            None => Ok(()),
         }
     }
 
     /// The devices that the program has with these servers, given as `--rpc` each; `None` if it does not say.
     pub fn devices(&self, servers: &[&OsStr]) -> Result<Option<Vec<Device>>, Failure> {
-        if !self.syntax.knows("--list-devices") {
+        if !self.syntax.knows(LIST_DEVICES) {
             return Ok(None);
         }
         let servers = servers.iter().flat_map(|servers| ["--rpc".into(), (*servers).to_owned()]);
-        let question: Vec<_> = self.command.iter().cloned().chain(servers).chain(["--list-devices".into()]).collect();
+        let question: Vec<_> = self.command.iter().cloned().chain(servers).chain([LIST_DEVICES.into()]).collect();
         Ok(devices::parse(&ask(&self.path, &question)?.text))
     }
 }
@@ -134,11 +147,20 @@ fn ask_whole(path: &Path, arguments: &[OsString]) -> Result<String, Failure> {
 /// What a program prints when started with these arguments, without the plugin, and without any other setting: some would
 /// make it download a model, or fail, before it answers.
 fn ask(path: &Path, arguments: &[OsString]) -> Result<Answer, Failure> {
+    answer_of(question_to(path, arguments), path)
+}
+
+fn question_to(path: &Path, arguments: &[OsString]) -> Command {
     let mut command = Command::new(path);
     command.args(arguments).env_remove(BACKEND_PATH).env(CONFIG_HOME, "/dev/null");
     host::option_variables().for_each(|variable| {
         command.env_remove(variable);
     });
+    command
+}
+
+fn answer_of(command: Command, path: &Path) -> Result<Answer, Failure> {
+    let arguments: Vec<_> = command.get_args().map(OsStr::to_owned).collect();
     let failed = || format!("{}: cannot be started with {arguments:?}", path.display());
     question::ask(command, ANSWER_LIMIT).with_context(failed).map_err(named_by_user)
 }
@@ -152,10 +174,18 @@ fn version_line(output: &str) -> Option<&str> {
     output.lines().filter_map(|line| line.strip_prefix("version: ")).find(|version| version.contains('('))
 }
 
-/// Whether a version such as `0.5.0 (build 11312, commit 0c1e57098)` names a commit that is not ours.
-fn is_other_revision(version: &str) -> bool {
-    let commit = version.split(|c: char| !c.is_ascii_alphanumeric()).rfind(|word| is_commit(word));
-    commit.is_some_and(|commit| !is_our_commit(commit))
+/// Whether a version such as `0.5.0 (build 11312, commit 0c1e57098)`, or `11312 (0c1e57098)`, is of a build that is known to be
+/// served.
+fn is_served(version: &str) -> bool {
+    let mut words = version.split(|c: char| !c.is_ascii_alphanumeric());
+    if words.clone().any(is_our_commit) {
+        return true;
+    }
+    let number = match words.clone().position(|word| word == "build") {
+        Some(at) => words.nth(at + 1),
+        None => words.next(),
+    };
+    number.and_then(|number| number.parse().ok()).is_some_and(is_served_build)
 }
 
 /// Whether an executable file needs one of llama.cpp's libraries.
@@ -184,12 +214,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_commit_in_a_version_decides() {
-        assert!(!is_other_revision("0.5.0-dev (build 11312, commit 0c1e57098)"));
-        assert!(!is_other_revision("11312 (0c1e57098bba)"));
-        assert!(!is_other_revision("0.5.0-dev (build 0, commit unknown)"), "left to the plugin");
-        assert!(is_other_revision("0.4.9 (build 10000, commit 1234567ab)"));
-        assert!(is_other_revision("6123 (79c1160b0)"));
+    fn a_commit_or_a_build_number_tells_what_is_served() {
+        for version in [
+            "0.5.0-dev (build 1, commit 0c1e57098)",
+            "1 (0c1e57098bba)",
+            "0.26.0 (build 11434, commit 79c1160b0)",
+            "11400 (79c1160b0)",
+        ] {
+            assert!(is_served(version), "{version}");
+        }
+        for version in
+            ["0.5.0-dev (build 0, commit unknown)", "0.4.9 (build 10000, commit 1234567ab)", "6123 (79c1160b0)", "x"]
+        {
+            assert!(!is_served(version), "the plugin is asked: {version}");
+        }
     }
 
     #[test]

@@ -26,7 +26,7 @@ pub(crate) mod test_devices;
 #[cfg(test)]
 pub(crate) mod testing;
 
-pub use abi::{COMMIT, is_commit, is_our_commit, join_host};
+pub use abi::{is_our_commit, join_host};
 pub use arena::{GraphBuilder, Inputs, TensorIndex};
 pub use backend::{
     AbortCallback, Backend, HostBlocks, PIECE_BYTES, PIECES_IN_FLIGHT, PROBE_BYTES, PROBE_BYTES_PER_UPLOAD, Status,
@@ -44,7 +44,7 @@ pub use operation::{MAX_SOURCES, OpParams};
 pub use own_graph::{OwnGraph, PlacedTensors, graphs_built};
 pub use revisions::BackendApi;
 #[allow(unused_imports)] // for the launcher's check
-pub use revisions::{is_served_build, served};
+pub use revisions::{NOT_SERVED, is_served_build, served};
 pub use tensor::Tensor;
 
 /// The generated bindings to ggml. No function is linked: all are looked up in the ggml that has loaded us, but for unit

@@ -43,10 +43,12 @@ fn served_builds() -> RangeInclusive<u32> {
 
 /// Whether llama.cpp's build of this number is known to be served. Of others, and of those that state no number (0), the
 /// plugin itself finds out by their layouts when it is loaded.
-#[allow(dead_code)] // for the launcher's check
 pub fn is_served_build(number: u32) -> bool {
     OTHER_TREE.is_none() && served_builds().contains(&number)
 }
+
+/// How the line begins that says that the plugin does not serve its host; the reason follows.
+pub const NOT_SERVED: &str = "not loaded, the host goes on without it: ";
 
 /// For messages: what is served, and what to do about another revision.
 pub fn served() -> String {

@@ -2,7 +2,7 @@
 
 use super::guard::{NAME, guard};
 use super::{backend, device};
-use crate::ggml::{BackendApi, Level, join_host, log, remember_hosts_log, sys};
+use crate::ggml::{BackendApi, Level, NOT_SERVED, join_host, log, remember_hosts_log, sys};
 use std::ffi::{CStr, c_char, c_void};
 use std::ptr::{NonNull, null_mut};
 use std::sync::OnceLock;
@@ -42,7 +42,7 @@ pub(super) fn init(caller: *const c_void) -> sys::ggml_backend_reg_t {
             Some(make(api))
         }
         Err(error) => {
-            log(Level::Warn, &format!("not loaded, the host goes on without it: {error}"));
+            log(Level::Warn, &format!("{NOT_SERVED}{error}"));
             None
         }
     };

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher import OUR_VERSION, Answer, assert_refused, launch, write_fake
+from launcher import OUR_VERSION, SERVER_HELP, Answer, assert_refused, launch, write_fake
 from paths import LAUNCHER, PLUGIN, STOCK_BIN
 
 PERF_OUT = "LLAMA_ARG_MOE_LAYER_PERF_OUT"
@@ -33,7 +33,7 @@ BAD_INPUTS = {
     "no such program by path": (["{}/none"], ["{}/none", "expected the path of an executable"]),
     "a file that is no program": (["{}/plain"], ["{}/plain", "expected the path of an executable"]),
     "a folder as program": (["{}"], ["{}", "expected the path of an executable"]),
-    "another revision": (["{}/old", "-m", "x", FLAG, "{}/new"], ["{}/old", "79c1160b0", "expected commit 0c1e57098"]),
+    "another revision": (["{}/old", "-m", "x", FLAG, "{}/new"], ["{}/old", "79c1160b0", "backend API 1; served are"]),
     "unknown flag": (["{}/good", "--moe-nonsense"], ["--moe-nonsense", f"our flags are {FLAG} FILE"]),
     "flag without value": (["{}/good", FLAG], ["a value is required", FLAG]),
     "flag before another flag": (["{}/good", FLAG, "-m", "x"], ["a value is required", FLAG]),
@@ -57,7 +57,9 @@ BAD_INPUTS = {
 @pytest.mark.parametrize("name", BAD_INPUTS)
 def test_bad_input_is_refused_with_one_line(tmp_path, name):
     write_fake(tmp_path / "good")
-    write_fake(tmp_path / "old", version="version: 6123 (79c1160b0)")
+    # What the plugin says in such a program.
+    refusal = "0.00 W moe-hot: not loaded, the host goes on without it: backend API 1; served are some"
+    write_fake(tmp_path / "old", "version: 6123 (79c1160b0)", f"{SERVER_HELP}\n--list-devices", refusal)
     (tmp_path / "plain").write_text("neither a program nor a profile")
     (tmp_path / "wrong.json").write_text('{"schema": "other.v9", "layers": []}')
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
