@@ -1,7 +1,7 @@
 //! `moe-hot replay`: plays recorded routing through cache policies and prints hit rates.
 
-mod names;
-mod play;
+pub mod names;
+pub mod play;
 mod report;
 
 use super::failure::{Failure, OrFail, named_by_user};
@@ -141,7 +141,7 @@ fn policies(asked: &[PolicyName], has_profile: bool) -> Vec<PolicyName> {
 }
 
 /// A profile that counts experts which the trace's model does not have is another model's.
-fn check_profile(trace: &Trace, profile: &RecordedProfile) -> Result<()> {
+pub fn check_profile(trace: &Trace, profile: &RecordedProfile) -> Result<()> {
     for layer in &trace.layers {
         let Some(recorded) = profile.layers.get(&layer.info.layer.into()) else { continue };
         let n_expert = u32::from(layer.info.n_expert);
