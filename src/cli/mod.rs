@@ -85,7 +85,7 @@ pub fn main() -> ExitCode {
     match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => {
-            eprintln!("moe-hot: {}", failure.line());
+            output::tell(&failure.line());
             failure.exit_code()
         }
     }

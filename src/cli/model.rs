@@ -94,6 +94,9 @@ impl ExpertLayer {
             return Some(format!("layer number above {}", u16::MAX));
         }
         let n_used = self.n_used?;
+        if n_used > n_expert {
+            return Some(format!("{n_used} experts per token of only {n_expert}"));
+        }
         let bytes = self.expert_bytes();
         gains_nothing(n_used, n_expert, bytes).then(|| {
             format!("few large experts ({n_used} of {n_expert}, {}): keep whole layers on the GPU", size::show(bytes))
@@ -131,7 +134,14 @@ impl Model {
     }
 
     fn of(file: &ModelFile, path: &Path) -> Result<Self> {
-        let n_used = file.number("expert_used_count").and_then(|n| u16::try_from(n).ok()).filter(|&n| n > 0);
+        let n_used = |layer: u32| {
+            let n = match file.fact("expert_used_count")? {
+                Fact::Number(n) => n,
+                Fact::Numbers(by_block) => by_block.get(layer as usize)?,
+                Fact::Text(_) => return None,
+            };
+            u16::try_from(*n).ok().filter(|&n| n > 0)
+        };
         let mut layers = BTreeMap::<u32, ExpertLayer>::new();
         let mut other = Bytes::ZERO;
         let has_output = file.tensor(OUTPUT).is_some();
@@ -139,10 +149,10 @@ impl Model {
             let bytes = Bytes(info.n_bytes);
             let layer = layer_number(name);
             if let Some(layer) = layer.filter(|_| name.contains(CHUNK_EXPERTS)) {
-                let of_layer = layers.entry(layer).or_insert_with(|| ExpertLayer::new(layer, n_used));
+                let of_layer = layers.entry(layer).or_insert_with(|| ExpertLayer::new(layer, n_used(layer)));
                 of_layer.chunk_bytes = of_layer.chunk_bytes.saturating_add(bytes);
             } else if let Some((layer, tensor)) = layer.zip(expert_tensor(name, info)) {
-                let of_layer = layers.entry(layer).or_insert_with(|| ExpertLayer::new(layer, n_used));
+                let of_layer = layers.entry(layer).or_insert_with(|| ExpertLayer::new(layer, n_used(layer)));
                 of_layer.n_expert = of_layer.n_expert.max(tensor.n_expert);
                 of_layer.tensors.push(tensor);
             } else if !EMBEDDINGS.contains(&name) || (name == EMBEDDINGS[0] && !has_output) {
@@ -150,7 +160,10 @@ impl Model {
             }
         }
         layers.retain(|_, layer| layer.tensors.iter().any(|tensor| tensor.shape.len() == 2)); // more than biases
-        ensure!(!layers.is_empty(), "has no experts; expected a mixture-of-experts model");
+        ensure!(
+            layers.values().any(|layer| layer.bytes() > Bytes::ZERO),
+            "has no experts; expected a mixture-of-experts model"
+        );
         let file_name = || path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
         Ok(Self {
             name: file.text("general.name").map_or_else(file_name, str::to_owned),
@@ -262,6 +275,7 @@ mod tests {
         assert!(says(layer(2, vec![tensor(8, 95)])).contains("few large experts (2 of 8, 95 MiB)"));
         assert!(says(layer(2, vec![tensor(8, 1), tensor(4, 1)])).contains("has 4 experts, others 8"));
         assert!(says(layer(2, vec![tensor(70_000, 1)])).contains("more than 65535"));
+        assert!(says(layer(9, vec![tensor(8, 1)])).contains("9 experts per token of only 8"));
         assert_eq!(says(layer(8, vec![tensor(128, 3)])), "");
     }
 }

@@ -95,6 +95,11 @@ pub fn print(text: &str) -> Result<(), Failure> {
     }
 }
 
+/// Says a line beside the result. Where that cannot be said there is nobody to say it to.
+pub fn tell(line: &str) {
+    let _ = writeln!(io::stderr().lock(), "moe-hot: {line}");
+}
+
 /// Prints a result as JSON.
 pub fn print_json(value: &impl Serialize) -> Result<(), Failure> {
     let text = serde_json::to_string_pretty(value).context("JSON").or_internal()?;

@@ -6,7 +6,7 @@ mod read;
 pub use machine::{Calibration, Figure, LAYER_OVERHEAD_US, Source, this_machine};
 
 use super::failure::{Failure, OrFail, named_by_user};
-use super::output::{print, print_json};
+use super::output::{print, print_json, tell};
 use super::size;
 use crate::units::Bytes;
 use anyhow::Context;
@@ -76,7 +76,7 @@ pub fn calibrate(args: &CalibrateArgs) -> Result<(), Failure> {
         Some(threads) => threads.into(),
         None => available_parallelism().map_or(1, NonZero::get),
     };
-    eprintln!("moe-hot: reading memory with {threads} threads …");
+    tell(&format!("reading memory with {threads} threads …"));
     let reading = read::measure(threads).or_internal()?;
     let given = |value: Option<f64>, before: Option<Figure>| {
         value.map(|value| Figure { value, source: Source::Given }).or(before)

@@ -7,6 +7,7 @@ use anyhow::{Context, Result, ensure};
 use std::fs;
 use std::hint::black_box;
 use std::sync::Barrier;
+use std::sync::mpsc::channel;
 use std::thread;
 use std::time::Instant;
 
@@ -40,22 +41,18 @@ pub struct Reading {
 pub fn measure(threads: usize) -> Result<Reading> {
     let bytes = buffer_bytes(largest_cache(), available_memory())?;
     let words = (bytes / WORD) as usize / threads.max(1);
-    let barrier = Barrier::new(threads + 1);
+    let barrier = &Barrier::new(threads + 1);
     let seconds = thread::scope(|scope| {
-        let read = || {
-            let mut buffer = Vec::new();
-            let allocated = buffer.try_reserve_exact(words).is_ok();
-            if allocated {
-                buffer.resize(words, 1u64); // touched by the thread that reads it
-            }
-            for _ in 0..=PASSES {
-                barrier.wait();
-                black_box(sum(black_box(&buffer)));
-                barrier.wait();
-            }
-            allocated
-        };
-        let readers: Vec<_> = (0..threads).map(|_| scope.spawn(read)).collect();
+        let (mut starts, mut readers) = (Vec::new(), Vec::new());
+        for _ in 0..threads {
+            let (start, started) = channel();
+            let read = move || started.recv().is_ok() && read(words, barrier);
+            readers.push(thread::Builder::new().spawn_scoped(scope, read).context("a thread that reads")?);
+            starts.push(start); // all of them end at once if one is dropped unused
+        }
+        for start in starts {
+            start.send(()).context("a thread that reads")?;
+        }
         let mut seconds = Vec::new();
         for _ in 0..=PASSES {
             barrier.wait();
@@ -63,10 +60,11 @@ pub fn measure(threads: usize) -> Result<Reading> {
             barrier.wait();
             seconds.push(start.elapsed().as_secs_f64());
         }
-        let is_read = readers.into_iter().all(|reader| reader.join().is_ok_and(|allocated| allocated));
-        is_read.then_some(seconds)
+        let is_read = readers.into_iter().all(|reader| reader.join().is_ok_and(|is_read| is_read));
+        ensure!(is_read, "the system refused the memory to read");
+        Ok(seconds)
     });
-    let mut speeds: Vec<_> = seconds.context("the system refused the memory to read")?.split_off(1);
+    let mut speeds: Vec<_> = seconds?.split_off(1);
     let n_bytes = (words * threads) as f64 * WORD as f64;
     speeds.iter_mut().for_each(|seconds| *seconds = n_bytes / *seconds / 1e9);
     speeds.sort_by(f64::total_cmp);
@@ -77,6 +75,21 @@ pub fn measure(threads: usize) -> Result<Reading> {
         bytes: (words * threads) as u64 * WORD,
         passes: PASSES,
     })
+}
+
+/// Reads so many words once per pass, between two waits. Returns whether there was memory for them.
+fn read(words: usize, barrier: &Barrier) -> bool {
+    let mut buffer = Vec::new();
+    let is_allocated = buffer.try_reserve_exact(words).is_ok();
+    if is_allocated {
+        buffer.resize(words, 1u64); // touched by the thread that reads it
+    }
+    for _ in 0..=PASSES {
+        barrier.wait();
+        black_box(sum(black_box(&buffer)));
+        barrier.wait();
+    }
+    is_allocated
 }
 
 fn sum(words: &[u64]) -> u64 {

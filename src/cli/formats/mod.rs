@@ -9,6 +9,7 @@ mod route;
 mod spark;
 mod text;
 
+use super::output::tell;
 use crate::profile::{MAX_MIB, RecordedLayer, RecordedProfile};
 use crate::trace::{self, Trace};
 use crate::units::Expert;
@@ -28,6 +29,9 @@ pub fn perf_json(profile: &RecordedProfile) -> Result<Vec<u8>> {
 
 /// Enough of a file to tell its format by.
 const SNIFFED_BYTES: u64 = 64 << 10;
+
+/// Most experts of all layers together that are written one by one: the file stays below the limit for reading.
+const MAX_CELLS: u64 = 4 << 20;
 
 /// A format, by the name that it has on the command line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -89,7 +93,9 @@ impl Format {
         }
         let names = lines.iter().find(|line| !line.is_empty() && !line.starts_with('#'));
         let has = |wanted: &[&str]| {
-            names.is_some_and(|names| wanted.iter().all(|wanted| names.split(',').any(|name| name.trim() == *wanted)))
+            names.is_some_and(|names| {
+                wanted.iter().all(|wanted| names.split(',').any(|name| name.trim().trim_matches('"') == *wanted))
+            })
         };
         if has(&["phase", "layer", "expert"]) {
             Ok(Self::RouteCsv)
@@ -127,6 +133,9 @@ fn read_unnamed(path: &Path) -> Result<(Recording, Format)> {
     let profile = match format {
         Format::RouteCsv | Format::Trace => {
             let trace = Trace::from_slice(&text::read(path, trace::MAX_MIB)?)?;
+            if trace.is_cut {
+                tell(&format!("{}: ends in the middle of a record; taking what is before it", path.display()));
+            }
             return Ok((Recording::Trace(trace), format));
         }
         Format::PerfJson | Format::OptPerfJson => {
@@ -148,6 +157,12 @@ fn open(path: &Path) -> Result<File> {
     Ok(File::open(path)?)
 }
 
+/// Refuses a table with more cells than a file that is read may have.
+fn check_cells(cells: u64) -> Result<()> {
+    ensure!(cells <= MAX_CELLS, "has {cells} experts in all layers together; expected at most {MAX_CELLS}");
+    Ok(())
+}
+
 /// Writes a recording in a format.
 pub fn write(recording: &Recording, format: Format) -> Result<Vec<u8>> {
     let of_trace;
@@ -163,6 +178,9 @@ pub fn write(recording: &Recording, format: Format) -> Result<Vec<u8>> {
         }
         (Recording::Profile(profile), _) => profile,
     };
+    if matches!(format, Format::SparkCsv | Format::CountsCsv | Format::Imatrix) {
+        check_cells(profile.layers.values().map(|layer| u64::from(n_expert(profile, layer))).sum())?;
+    }
     match format {
         Format::SparkCsv => spark::write(profile),
         Format::CountsCsv => counts::write(profile),

@@ -54,6 +54,7 @@ pub fn read(text: &[u8]) -> Result<RecordedProfile> {
 pub fn write(profile: &RecordedProfile) -> Result<Vec<u8>> {
     let n_layer = profile.layers.keys().next_back().map_or(0, |layer| layer + 1);
     let n_expert = profile.layers.values().map(|layer| super::n_expert(profile, layer)).max().unwrap_or(0);
+    super::check_cells(u64::from(n_layer) * u64::from(n_expert))?;
     let n_used = profile.layers.values().filter_map(|layer| super::n_used(profile, layer)).max();
     let mut text = format!("{TITLE} n_layer={n_layer} n_expert={n_expert}");
     if let Some(n_used) = n_used {

@@ -157,3 +157,11 @@ fn a_profile_cannot_become_a_trace() {
     let error = write(&Recording::Profile(profile()), Format::RouteCsv).unwrap_err();
     assert!(error.to_string().contains("expected a trace"));
 }
+
+#[test]
+fn a_table_that_nobody_could_read_is_not_written() {
+    let counts = BTreeMap::from([(65_535, BTreeMap::from([(65_535, 1)]))]);
+    let profile = Recording::Profile(profile_of(counts, Some(65_536), None).unwrap());
+    assert!(write(&profile, Format::SparkCsv).unwrap_err().to_string().contains("4294967296 experts"));
+    assert!(write(&profile, Format::CountsCsv).is_ok());
+}

@@ -3,7 +3,7 @@
 use crate::cache::{LayerDemand, Plan, PlanError, SlotRule};
 use crate::cli::formats;
 use crate::cli::model::{ExpertLayer, Model};
-use crate::profile::RecordedProfile;
+use crate::profile::{RecordedLayer, RecordedProfile};
 use crate::units::Bytes;
 use anyhow::{Context, Result};
 
@@ -112,12 +112,10 @@ impl Estimate {
             let n_used = layer.n_used.or(by_profile.and_then(|n| u16::try_from(n).ok()));
             let n_used =
                 n_used.context("its key ARCHITECTURE.expert_used_count is missing; expected experts per token")?;
-            let mut counts = vec![0; usize::try_from(layer.n_expert)?];
-            for &(expert, count) in recorded.into_iter().flat_map(|(_, recorded)| &recorded.requests) {
-                *counts.get_mut(expert as usize).with_context(|| format!("the profile counts expert {expert}"))? =
-                    count;
-            }
-            let counts = recorded.map(|_| counts);
+            let counts = match (recorded, layer.refusal()) {
+                (Some((_, recorded)), None) => Some(counts(recorded, layer)?),
+                _ => None,
+            };
             layers.push((layer, n_used, layer.demand(Some(n_used), counts)));
         }
         let bytes = |(layer, n_used, _): &(&ExpertLayer, u16, _)| f64::from(*n_used) * layer.expert_bytes().0 as f64;
@@ -137,6 +135,15 @@ impl Estimate {
             }),
         })
     }
+}
+
+/// Requests by expert, `[n_expert]`, of a layer that can be cached.
+fn counts(recorded: &RecordedLayer, layer: &ExpertLayer) -> Result<Vec<u64>> {
+    let mut counts = vec![0; usize::try_from(layer.n_expert)?];
+    for &(expert, count) in &recorded.requests {
+        *counts.get_mut(expert as usize).with_context(|| format!("the profile counts expert {expert}"))? = count;
+    }
+    Ok(counts)
 }
 
 /// The cache that fits. `shares` and `weights`: each layer's part of a token's requests and of their bytes.

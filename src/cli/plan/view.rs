@@ -216,21 +216,17 @@ impl View {
 
     /// What to type then.
     fn command(&self) -> String {
-        let model = self.model.display();
-        let context = self.memory.context_tokens;
+        let start = format!("llama-server -m {} -ngl 99 -c {}", self.model.display(), self.memory.context_tokens);
+        let max_mib = self.cache.as_ref().map_or(0, |cache| Bytes(cache.bytes).mib_up());
         match (self.verdict.choice, &self.profile) {
             (Choice::Cache, Some(profile)) => {
-                format!(
-                    "    moe-hot llama-server -m {model} -ngl 99 -c {context} --moe-hot-cache {}\n",
-                    profile.display()
-                )
+                let profile = profile.display();
+                format!("    moe-hot {start} --moe-hot-cache {profile} --moe-hot-cache-max-mib {max_mib}\n")
             }
-            (Choice::Cache, None) | (Choice::Unknown, None) => {
-                format!("    moe-hot llama-server -m {model} -ngl 99 -c {context} --moe-layer-perf-out experts.json\n")
+            (Choice::Cache | Choice::Unknown, None) => {
+                format!("    moe-hot {start} --moe-layer-perf-out experts.json\n")
             }
-            (Choice::WholeLayers, _) => {
-                format!("    llama-server -m {model} -ngl 99 -c {context} --n-cpu-moe {}\n", self.n_cpu_moe.n)
-            }
+            (Choice::WholeLayers, _) => format!("    {start} --n-cpu-moe {}\n", self.n_cpu_moe.n),
             _ => String::new(),
         }
     }

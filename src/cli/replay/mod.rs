@@ -5,6 +5,7 @@ pub mod play;
 mod report;
 
 use super::failure::{Failure, OrFail, named_by_user};
+use super::output::tell;
 use crate::cache::policy::CopyCost;
 use crate::profile::RecordedProfile;
 use crate::trace::Trace;
@@ -96,7 +97,7 @@ fn rows(args: &ReplayArgs) -> Result<Vec<Row>> {
     for path in &args.traces {
         let trace = Trace::read(path)?;
         if trace.is_cut {
-            eprintln!("moe-hot: {}: ends in the middle of a record; replaying what is before it", path.display());
+            tell(&format!("{}: ends in the middle of a record; replaying what is before it", path.display()));
         }
         if let Some(profile) = &profile {
             check_profile(&trace, profile).with_context(|| format!("{}: --profile", path.display()))?;

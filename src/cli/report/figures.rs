@@ -159,20 +159,27 @@ fn expected(profile: &RecordedProfile, most: u32) -> HitRates {
     HitRates { name: "the profile's most used experts", points: slots_of(most).into_iter().map(point).collect() }
 }
 
-/// What policies make of a trace.
+/// What policies make of a trace. All begin with the profile's most used experts.
 fn replayed(trace: &Trace, profile: &RecordedProfile) -> Vec<HitRates> {
     let n_expert = trace.layers.iter().map(|layer| u32::from(layer.info.n_expert)).max().unwrap_or(0);
     let ways = [
-        ("optimum (knows the future)", PolicyName::Belady, Warm::None),
-        ("moe-hot, begun with this profile", PolicyName::Default, Warm::Profile),
-        ("LRU, begun empty", PolicyName::Lru, Warm::None),
-        ("this profile's most used experts, unchanging", PolicyName::Fixed, Warm::Profile),
+        ("Belady (knows the future)", PolicyName::Belady),
+        ("moe-hot", PolicyName::Default),
+        ("LRU", PolicyName::Lru),
+        ("a fixed set", PolicyName::Fixed),
     ];
-    let rates = |(name, policy, warm)| {
+    let rates = |(name, policy)| {
         let point = |slots: u16| {
             let cost = CopyCost { price: 0.0, lag: LAG };
-            let case =
-                Case { policy, slots, inserts: Some(INSERTS), warm, cost, look_ahead: false, profile: Some(profile) };
+            let case = Case {
+                policy,
+                slots,
+                inserts: Some(INSERTS),
+                warm: Warm::Profile,
+                cost,
+                look_ahead: false,
+                profile: Some(profile),
+            };
             let tally = play(trace, &case, None).tally;
             let bytes = trace.layers.iter().map(|layer| {
                 let slots = slots.min(layer.info.n_expert);

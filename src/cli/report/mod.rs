@@ -6,11 +6,11 @@ mod heat;
 mod page;
 
 use super::failure::{Failure, OrFail, named_by_user};
-use super::formats;
+use super::formats::{self, Recording};
 use super::output::{OutputArgs, print, print_json};
 use super::replay::check_profile;
 use crate::trace::Trace;
-use anyhow::Context;
+use anyhow::{Context, Result, bail};
 use clap::Args;
 use figures::Figures;
 use serde::Serialize;
@@ -45,13 +45,20 @@ struct Printed<'a> {
     figures: &'a Figures,
 }
 
+fn read_trace(path: &Path) -> Result<Trace> {
+    match formats::read(path)? {
+        (Recording::Trace(trace), _) => Ok(trace),
+        (Recording::Profile(_), format) => bail!("{}: is {}; expected a trace", path.display(), format.name()),
+    }
+}
+
 /// Reads, draws and writes.
 pub fn report(args: &ReportArgs) -> Result<(), Failure> {
     let inputs: Vec<&Path> =
         [Some(&args.profile), args.trace.as_ref()].into_iter().flatten().map(PathBuf::as_path).collect();
     args.output.check(&inputs)?;
     let profile = formats::read_profile(&args.profile).map_err(named_by_user)?;
-    let trace = args.trace.as_deref().map(Trace::read).transpose().context("--trace").map_err(named_by_user)?;
+    let trace = args.trace.as_deref().map(read_trace).transpose().context("--trace").map_err(named_by_user)?;
     if let (Some(trace), Some(path)) = (&trace, &args.trace) {
         let checked = check_profile(trace, &profile);
         checked.with_context(|| format!("--trace {}: is of another model: the profile", path.display())).or_input()?;

@@ -155,8 +155,8 @@ fn hit_rates(figures: &Figures) -> Result<Markup> {
             div role="img" aria-label="Hit rate by GPU memory; the table below has its numbers" { (PreEscaped(plot.svg()?)) }
             figcaption {
                 @if figures.trace.is_some() {
-                    "Replay of the trace's decoded tokens. A copy serves " (LAG) " tokens after it was started, " (INSERTS)
-                    " starts per layer and token."
+                    "Replay of the trace's decoded tokens; all begin with this profile. A copy serves " (LAG) " tokens after it was started, "
+                    (INSERTS) " starts per layer and token."
                 } @else {
                     "What the profile expects of a fixed set. A cache that learns mostly does better; a trace (--trace) shows by how much."
                 }
