@@ -244,7 +244,7 @@ def test_completions_are_a_valid_script(tmp_path, shell):
 def test_bash_completes_commands(tmp_path):
     script = tmp_path / "moe-hot.bash"
     script.write_text(command(tmp_path, "completions", "bash"))
-    asked = "COMP_WORDS=(moe-hot ins); COMP_CWORD=1; _moe-hot moe-hot ins moe-hot"
+    asked = "COMP_WORDS=(moe-hot ins); COMP_CWORD=1; _moe__hot moe-hot ins moe-hot"
     typed = f'source {script}; {asked}; echo "${{COMPREPLY[@]}}"'
     done = subprocess.run(["bash", "-c", typed], capture_output=True, text=True, timeout=HANG_S, check=True)
     assert done.stdout.split() == ["inspect"]

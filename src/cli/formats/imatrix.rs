@@ -30,15 +30,18 @@ pub fn is_imatrix(path: &Path) -> bool {
 
 /// Reads the counts. Tensors of one layer that differ (they see the same tokens) count as the one that saw most.
 pub fn read(path: &Path) -> Result<RecordedProfile> {
-    let file = ModelFile::open(path).map_err(|error| match error {
+    // The caller names the file.
+    let unnamed = |error| match error {
         crate::Error::File { what, .. } => anyhow::anyhow!(what),
         other => other.into(),
-    })?;
+    };
+    let file = ModelFile::open(path).map_err(unnamed)?;
     ensure!(
         file.text("general.type") == Some(TYPE),
         "is a model; expected a profile or trace: one of {}",
         super::Format::names()
     );
+    file.check_whole().map_err(unnamed)?;
     let mut counts = BTreeMap::<u32, BTreeMap<u32, u64>>::new();
     let mut n_expert = 0;
     for (name, info) in file.tensors() {

@@ -200,7 +200,9 @@ impl View {
             );
         }
         if let Some(seconds) = self.cache.as_ref().and_then(|cache| cache.fill_seconds) {
-            text += &format!("the first fill takes at least {seconds:.1} s on the bus, beside the tokens\n");
+            let ms = 1e3 * seconds;
+            let time = if seconds < 1.0 { format!("{ms:.1} ms") } else { format!("{seconds:.1} s") };
+            text += &format!("the first fill takes at least {time} on the bus, beside the tokens\n");
         }
         text
     }
