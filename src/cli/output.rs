@@ -138,6 +138,17 @@ pub fn ranges(numbers: impl IntoIterator<Item = u32>) -> String {
     ranges.iter().map(show).collect::<Vec<_>>().join(", ")
 }
 
+/// The same, cut short for a table where layers alternate: `0, 2, 4, … (24 layers)`.
+pub fn short_ranges(numbers: &[u32]) -> String {
+    const MOST: usize = 32;
+    let text = ranges(numbers.iter().copied());
+    let end = text.char_indices().take_while(|&(at, _)| at <= MOST).filter(|&(_, c)| c == ',').last();
+    match end {
+        Some((end, _)) if text.len() > MOST => format!("{}, … ({} layers)", &text[..end], numbers.len()),
+        _ => text,
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -147,6 +158,9 @@ mod tests {
         assert_eq!(ranges([0, 1, 2, 5, 7, 8]), "0-2, 5, 7-8");
         assert_eq!(ranges([u32::MAX]), u32::MAX.to_string());
         assert_eq!(ranges([]), "");
+        let every_second: Vec<u32> = (0..48).step_by(2).collect();
+        assert_eq!(short_ranges(&every_second), "0, 2, 4, 6, 8, 10, 12, 14, 16, … (24 layers)");
+        assert_eq!(short_ranges(&[0, 1, 2, 5]), "0-2, 5");
     }
 
     #[test]

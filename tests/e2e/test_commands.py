@@ -152,6 +152,25 @@ def test_an_exported_imatrix_is_read_by_the_gguf_package(here):
         ]
 
 
+# Real recordings, which are not part of the project: format, layers, experts, and requests.
+PUBLIC = {
+    "traces/qwen.route.csv": ("route-csv", 48, 128, 48 * 128 * 6),
+    "traces/gemma.route.csv": ("route-csv", 30, 128, 30 * 128 * 6),
+    "profiles/specialist-benchprompt.csv": ("counts-csv", 40, 256, 400_000),
+    "profiles/gemma4-26b-a4b-general-20260819.csv": ("counts-csv", 30, 128, 30_000_000),
+}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_recordings_of_other_programs_are_imported(tmp_path, name):
+    path = REPOSITORY.parent / "shared/data" / name
+    if not path.exists():
+        pytest.skip(f"{name} is not beside the project")
+    done = as_json(tmp_path, "import", path, "-o", "experts.json")
+    assert (*done["from"], done["layers"], done["n_expert"], done["requests"]) == PUBLIC[name]
+    assert as_json(tmp_path, "inspect", "experts.json")["requests"] == done["requests"]
+
+
 def test_merging_weighs_sessions_and_not_their_lengths(here):
     command(here, "merge", "chat.json", "code.json", "--weights", "3,1", "-o", "merged.json")
     chat, code, merged = (counts(here / name) for name in ("chat.json", "code.json", "merged.json"))
@@ -207,6 +226,7 @@ def test_plan_says_what_is_missing_and_what_to_do(here):
     calibrated(here, 10, None, 0)
     said = command(here, *plan, "--profile", "experts.json")
     assert "the GPU's bandwidth is unknown" in said and "unknown" in said
+    assert "the profile counts 516 tokens: with fewer than 2000" in said
     path = here / "config/moe-hot/calibration.json"
     path.write_text(path.read_text().replace('CPUs"', 'CPUs of another"'))
     assert "another machine" in command(here, *plan)

@@ -2,7 +2,7 @@
 
 use crate::cache::{Plan, SlotRule};
 use crate::cli::model::{ExpertLayer, Model};
-use crate::cli::output::{ranges, table};
+use crate::cli::output::{short_ranges, table};
 use crate::cli::size;
 use crate::units::Bytes;
 use anyhow::Result;
@@ -108,7 +108,7 @@ impl LayersView {
 
     fn cells(&self) -> Vec<String> {
         vec![
-            ranges(self.layers.iter().copied()),
+            short_ranges(&self.layers),
             self.reason.clone().map_or("yes".to_owned(), |reason| format!("no: {reason}")),
             self.n_expert.to_string(),
             self.n_expert_used.map_or("?".to_owned(), |n| n.to_string()),
@@ -158,12 +158,12 @@ impl ModelView {
             size::show(Bytes(self.other_bytes)),
         );
         let header = ["layers", "can be cached", "experts", "per token", "one expert", "layer"];
-        let dense = ranges(self.without_experts.iter().copied());
+        let dense = short_ranges(&self.without_experts);
         let dense = [dense, "no: has no experts".into(), "0".into()];
         let dense = (!self.without_experts.is_empty()).then(|| dense.to_vec());
         text += &table(&header, self.layers.iter().map(LayersView::cells).chain(dense), 2);
         for layers in &self.layers {
-            text += &format!("\none expert of layers {}:\n", ranges(layers.layers.iter().copied()));
+            text += &format!("\none expert of layers {}:\n", short_ranges(&layers.layers));
             let cells = |tensor: &TensorView| {
                 let shape: Vec<_> = tensor.shape.iter().map(u64::to_string).collect();
                 vec![tensor.name.clone(), tensor.r#type.to_owned(), shape.join(" x ")]

@@ -56,6 +56,8 @@ pub struct Estimate {
     pub ram_share: f64,
     /// The cache, or why there is none.
     pub cache: Result<Cache, NoCache>,
+    /// Tokens that the profile counts, if there is one: those of the layer that has most.
+    pub counted_tokens: Option<u64>,
     /// The best --n-cpu-moe.
     pub whole: WholeLayers,
 }
@@ -106,6 +108,7 @@ impl Estimate {
     /// Fails if it is unknown how many experts a token uses, or the profile is not of this model.
     pub fn new(model: &Model, profile: Option<&RecordedProfile>, room: &Room) -> Result<Self> {
         let mut layers = Vec::new();
+        let mut counted_tokens = profile.map(|_| 0);
         for layer in &model.layers {
             let recorded = profile.and_then(|profile| Some((profile, profile.layers.get(&layer.layer)?)));
             let by_profile = recorded.and_then(|(profile, recorded)| formats::n_used(profile, recorded));
@@ -116,6 +119,10 @@ impl Estimate {
                 (Some((_, recorded)), None) => Some(counts(recorded, layer)?),
                 _ => None,
             };
+            if let (Some(most), Some((_, recorded))) = (&mut counted_tokens, recorded) {
+                let requests: u64 = recorded.requests.iter().map(|&(_, count)| count).sum();
+                *most = (*most).max(requests / u64::from(n_used));
+            }
             layers.push((layer, n_used, layer.demand(Some(n_used), counts)));
         }
         let bytes = |(layer, n_used, _): &(&ExpertLayer, u16, _)| f64::from(*n_used) * layer.expert_bytes().0 as f64;
@@ -129,6 +136,7 @@ impl Estimate {
             n_layers: layers.len(),
             n_eligible: demands.len(),
             ram_share: ram_share(model),
+            counted_tokens,
             cache: cache(model, &demands, room, profile.is_some(), &shares, &weights),
             whole: whole_layers(model, room.for_experts().unwrap_or_default(), |layer| {
                 layers.iter().find(|(other, ..)| other.layer == layer.layer).map_or(0.0, |known| bytes(known) / all)
@@ -275,6 +283,8 @@ mod tests {
         let profile = profile_of(counts, Some(8), Some(2)).unwrap();
         let cache = Estimate::new(&model(4, "f32"), Some(&profile), &room(16 + 17)).unwrap().cache.unwrap();
         assert!((cache.hit_rate - 0.99).abs() < 1e-9 && (cache.hit_bytes - 0.99).abs() < 1e-9);
+        let counted = |profile| Estimate::new(&model(4, "f32"), profile, &room(40)).unwrap().counted_tokens;
+        assert_eq!((counted(Some(&profile)), counted(None)), (Some(50), None), "2 experts per token");
     }
 
     #[test]

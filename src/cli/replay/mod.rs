@@ -24,7 +24,12 @@ const MAX_LAG: i64 = 1024;
 
 /// Play recorded routing through cache policies and print hit rates. No model is run.
 #[derive(Args, Debug)]
-#[command(override_usage = "moe-hot replay [OPTIONS] TRACE…")]
+#[command(
+    override_usage = "moe-hot replay [OPTIONS] TRACE…",
+    after_help = "Examples:\n  \
+    moe-hot replay routing.trace --slots 8,16\n  \
+    moe-hot replay routing.trace --policy lru,default,fixed --profile experts.json --warm profile --json -"
+)]
 pub struct ReplayArgs {
     /// Traces that --moe-trace-out has written, or route CSV
     #[arg(required = true, value_name = "TRACE")]
