@@ -1,7 +1,9 @@
 """Runs the subcommands in a folder that has the files which their examples name."""
 
+import functools
 import json
 import shutil
+import tempfile
 from pathlib import Path
 
 from conftest import shipped_model
@@ -14,16 +16,26 @@ PROFILE_FORMATS = ["perf-json", "opt-perf-json", "spark-csv", "counts-csv", "ima
 SHIPPED = {"layers": 6, "n_expert": 32, "n_used": 4}
 
 
-def prepare(tmp_path: Path) -> Path:
-    """Puts into a folder the files that examples name: a model, its profiles in several formats, a trace."""
-    (tmp_path / "model.gguf").symlink_to(shipped_model())
-    shutil.copy(TRACES / "prose.trace", tmp_path / "routing.trace")
-    command(tmp_path, "import", TRACES / "prose.trace", "-o", "experts.json")
-    command(tmp_path, "import", TRACES / "code.trace", "-o", "code.json")
-    shutil.copy(tmp_path / "experts.json", tmp_path / "chat.json")
-    command(tmp_path, "export", "experts.json", "--to", "spark-csv", "-o", "hotness.csv")
-    command(tmp_path, "export", "experts.json", "--to", "imatrix", "-o", "imatrix.gguf")
-    return tmp_path
+@functools.cache
+def example_files() -> dict[str, bytes]:
+    """The files that examples name: profiles in several formats, a trace."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        shutil.copy(TRACES / "prose.trace", folder / "routing.trace")
+        command(folder, "import", TRACES / "prose.trace", "-o", "experts.json")
+        command(folder, "import", TRACES / "code.trace", "-o", "code.json")
+        shutil.copy(folder / "experts.json", folder / "chat.json")
+        command(folder, "export", "experts.json", "--to", "spark-csv", "-o", "hotness.csv")
+        command(folder, "export", "experts.json", "--to", "imatrix", "-o", "imatrix.gguf")
+        return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def prepare(folder: Path) -> Path:
+    """Puts the files that examples name into a folder, and a model."""
+    (folder / "model.gguf").symlink_to(shipped_model())
+    for name, content in example_files().items():
+        (folder / name).write_bytes(content)
+    return folder
 
 
 def environment(folder: Path) -> dict[str, str]:
