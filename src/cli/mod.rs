@@ -4,37 +4,68 @@
 #![forbid(unsafe_code)]
 
 mod backend_path;
+mod calibrate;
+mod completions;
 mod devices;
 mod failure;
 mod fit;
 mod flags;
+mod formats;
+mod import;
+mod inspect;
 mod launch;
+mod merge;
+mod model;
+mod output;
 mod own_files;
 mod placement;
+mod plan;
 mod program;
 mod question;
 mod replay;
+mod report;
 mod same_model;
+mod size;
 
 use anyhow::anyhow;
 use clap::error::ErrorKind;
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, Parser, Subcommand};
 use failure::Failure;
 use std::ffi::OsString;
 use std::process::ExitCode;
 
+/// What the usage line cannot say.
+const NAMES: &str = "Any other name is that of a llama.cpp program, which is started with the plugin. A program that has the name of a command is \
+    started by its path, such as ./plan.";
+
 /// Runs a llama.cpp program with the moe-hot plugin.
 #[derive(Parser)]
-#[command(name = "moe-hot", version, about, override_usage = "moe-hot PROGRAM [ARGS…]\n       moe-hot replay TRACE…", after_help = flags::help(),
-    disable_help_subcommand = true)]
+#[command(name = "moe-hot", version, about, override_usage = "moe-hot PROGRAM [ARGS…]\n       moe-hot COMMAND …",
+    after_help = format!("{NAMES}\n\nExamples:\n  {}\n\n{}", EXAMPLES.join("\n  "), flags::help()), disable_help_subcommand = true)]
 struct Cli {
     #[command(subcommand)]
     command: Command,
 }
 
+/// The way from a model to a cache.
+const EXAMPLES: [&str; 4] = [
+    "moe-hot inspect model.gguf",
+    "moe-hot llama-server -m model.gguf --moe-layer-perf-out experts.json",
+    "moe-hot plan model.gguf --profile experts.json --vram 12GiB",
+    "moe-hot llama-server -m model.gguf --moe-hot-cache experts.json",
+];
+
 #[derive(Subcommand)]
 enum Command {
+    Inspect(inspect::InspectArgs),
+    Plan(plan::PlanArgs),
+    Calibrate(calibrate::CalibrateArgs),
+    Import(import::ImportArgs),
+    Export(import::ExportArgs),
+    Merge(merge::MergeArgs),
+    Report(report::ReportArgs),
     Replay(replay::ReplayArgs),
+    Completions(completions::CompletionsArgs),
     /// Any llama.cpp program, by name or path, with its own arguments.
     #[command(external_subcommand)]
     Program(Vec<OsString>),
@@ -44,13 +75,21 @@ enum Command {
 pub fn main() -> ExitCode {
     let done = match parse() {
         Ok(Command::Program(command)) => Err(launch::launch(command)),
+        Ok(Command::Inspect(args)) => inspect::inspect(&args),
+        Ok(Command::Plan(args)) => plan::plan(&args),
+        Ok(Command::Calibrate(args)) => calibrate::calibrate(&args),
+        Ok(Command::Import(args)) => import::import(&args),
+        Ok(Command::Export(args)) => import::export(&args),
+        Ok(Command::Merge(args)) => merge::merge(&args),
+        Ok(Command::Report(args)) => report::report(&args),
         Ok(Command::Replay(args)) => replay::replay(&args),
+        Ok(Command::Completions(args)) => completions::completions(&args, Cli::command()),
         Err(failure) => Err(failure),
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => {
-            eprintln!("moe-hot: {}", failure.line());
+            output::tell(&failure.line());
             failure.exit_code()
         }
     }

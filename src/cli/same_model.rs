@@ -1,6 +1,6 @@
 //! Whether a profile is of the model it is to be used with, or of another quantisation of it.
 
-use crate::gguf::{Layers, ModelFile};
+use crate::gguf::ModelFile;
 use crate::profile::{ModelId, ModelMismatchError, ModelShape, RecordedProfile, TensorId};
 use crate::units::layer_number;
 use std::cell::OnceCell;
@@ -71,8 +71,11 @@ fn has_tensors(model: &ModelFile, recorded: &ModelId) -> io::Result<bool> {
 
 /// What is to be compared of a model with a profile.
 fn shape(model: &ModelFile, profile: &RecordedProfile, recorded: &ModelId) -> ModelShape {
-    let Layers { n_expert_used, n_layers, n_predicting } = model.layers();
-    let n_computed = n_layers.zip(n_predicting).map_or(u64::MAX, |(all, last)| all.saturating_sub(last));
+    // Those at the end that predict further tokens are computed only where that is asked for.
+    let n_computed = model
+        .number("block_count")
+        .zip(model.number("nextn_predict_layers"))
+        .map_or(u64::MAX, |(all, last)| all.saturating_sub(last));
     let is_computed = |layer: u32| u64::from(layer) < n_computed || profile.layers.contains_key(&layer);
     let experts = model.experts().filter(|tensor| is_computed(tensor.layer));
     let mut tensors: BTreeMap<_, _> =
@@ -84,7 +87,7 @@ fn shape(model: &ModelFile, profile: &RecordedProfile, recorded: &ModelId) -> Mo
             tensors.insert(name.clone(), (layer, [n_in, n_out, n_expert]));
         }
     }
-    let n_used = n_expert_used.and_then(|n_used| u32::try_from(n_used).ok());
+    let n_used = model.number("expert_used_count").and_then(|n_used| u32::try_from(n_used).ok());
     let by_layer = tensors.values().filter_map(|(layer, _)| Some((*layer, n_used?))).collect();
     ModelShape { tensors, n_used: by_layer, is_whole: true }
 }

@@ -18,4 +18,4 @@ pub use claim::{Claim, Claimed, Replaced, check, claim};
 pub use error::{FileError, Note};
 pub use grow::{Growing, MAX_WAITING_BYTES};
 pub use open::{open_to_read, read_start};
-pub use path::{beside, is_same_file};
+pub use path::{beside, folder_of, is_same_file};

@@ -66,4 +66,24 @@ pub enum GgufError {
     /// Two of one name.
     #[error("tensor {0:?} is there twice")]
     Duplicate(String),
+    /// Parts of a split model that are not there, or not named as llama.cpp names them.
+    #[error(
+        "is one of {expected} parts of a model, and {found} of them were found; expected the first part, named …-00001-of-{expected:05}.gguf, with the others beside it"
+    )]
+    Parts {
+        /// Parts that were found.
+        found: u64,
+        /// Parts that the file says there are.
+        expected: u64,
+    },
+    /// The file ends before its tensors do.
+    #[error("ends at byte {len}; expected tensor {name:?} up to byte {end}: the file is cut off")]
+    Data {
+        /// Tensor.
+        name: String,
+        /// Where its data ends.
+        end: u64,
+        /// The file's length.
+        len: u64,
+    },
 }

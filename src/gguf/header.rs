@@ -1,4 +1,4 @@
-//! One file's header: magic, metadata (passed over but for a few keys), and the table of tensors.
+//! One file's header: magic, metadata (passed over but for what is asked for), and the table of tensors.
 
 use super::error::GgufError;
 use super::types::Type;
@@ -22,12 +22,37 @@ const MAX_NAME_BYTES: u64 = 63;
 const MAX_DIMS: u32 = 4;
 /// Where a file does not say.
 const DEFAULT_ALIGNMENT: u64 = 32;
-/// How keys end that say something of layers; an architecture's name comes before.
-const EXPERTS_USED: &str = ".expert_used_count";
-const LAYERS: &str = ".block_count";
-const PREDICTING: &str = ".nextn_predict_layers";
 /// More parts than any split model has.
 const MAX_PARTS: u64 = 10_000;
+
+/// Of a text in the metadata that is kept; names are far shorter.
+const MAX_FACT_BYTES: u64 = 4096;
+/// Of a list in the metadata that is kept: one number per block.
+const MAX_FACT_NUMBERS: u64 = 4096;
+/// Keys whose values are kept.
+const GENERAL_FACTS: [&str; 3] = ["general.architecture", "general.name", "general.type"];
+/// Ends of keys whose values are kept; an architecture's name comes before them.
+const MODEL_FACTS: [&str; 8] = [
+    ".block_count",
+    ".nextn_predict_layers",
+    ".embedding_length",
+    ".expert_used_count",
+    ".attention.head_count",
+    ".attention.head_count_kv",
+    ".attention.key_length",
+    ".attention.value_length",
+];
+
+/// A value of the metadata. Values of other kinds are passed over.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Fact {
+    /// A text.
+    Text(String),
+    /// A whole number, 0 or more.
+    Number(u64),
+    /// One number per block.
+    Numbers(Vec<u64>),
+}
 
 /// One tensor of a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -49,32 +74,10 @@ pub struct TensorInfo {
 pub struct Header {
     /// Files that the model is split into, 1 if it is not.
     pub n_parts: u64,
-    /// What it says of the model's layers.
-    pub layers: Layers,
     /// By name.
     pub tensors: BTreeMap<String, TensorInfo>,
-}
-
-/// What a file says of the model's layers.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Layers {
-    /// Experts per token, where all layers have the same.
-    pub n_expert_used: Option<u64>,
-    /// Layers in all.
-    pub n_layers: Option<u64>,
-    /// Those at the end that predict further tokens; they are computed only where that is asked for.
-    pub n_predicting: Option<u64>,
-}
-
-impl Layers {
-    /// Where this says nothing, `other` does.
-    pub fn or(self, other: Self) -> Self {
-        Self {
-            n_expert_used: self.n_expert_used.or(other.n_expert_used),
-            n_layers: self.n_layers.or(other.n_layers),
-            n_predicting: self.n_predicting.or(other.n_predicting),
-        }
-    }
+    /// What the metadata says of the model, by key.
+    pub facts: BTreeMap<String, Fact>,
 }
 
 impl Header {
@@ -91,15 +94,17 @@ impl Header {
         }
         let n_tensors = source.at_most("tensors", MAX_TENSORS)?;
         let n_entries = source.at_most("metadata entries", MAX_ENTRIES)?;
-        let (mut alignment, mut n_parts, mut layers) = (DEFAULT_ALIGNMENT, 1, Layers::default());
+        let (mut alignment, mut n_parts, mut facts) = (DEFAULT_ALIGNMENT, 1, BTreeMap::new());
         for _ in 0..n_entries {
             let key = source.text("bytes of a key", MAX_KEY_BYTES)?;
             match key.as_str() {
                 "general.alignment" => alignment = source.whole_number(key)?,
                 "split.count" => n_parts = source.whole_number(key)?.max(1),
-                _ if key.ends_with(EXPERTS_USED) => layers.n_expert_used = source.whole_number_if_one(key)?,
-                _ if key.ends_with(LAYERS) => layers.n_layers = source.whole_number_if_one(key)?,
-                _ if key.ends_with(PREDICTING) => layers.n_predicting = source.whole_number_if_one(key)?,
+                _ if is_fact(&key) => {
+                    if let Some(fact) = source.fact(&key)? {
+                        facts.insert(key, fact);
+                    }
+                }
                 _ => source.skip_value(key)?,
             }
         }
@@ -108,8 +113,12 @@ impl Header {
         }
         check_limit("parts", n_parts, MAX_PARTS)?;
         let tensors = read_tensors(&mut source, n_tensors, alignment)?;
-        Ok(Self { n_parts, layers, tensors })
+        Ok(Self { n_parts, tensors, facts })
     }
+}
+
+fn is_fact(key: &str) -> bool {
+    GENERAL_FACTS.contains(&key) || MODEL_FACTS.iter().any(|end| key.ends_with(end))
 }
 
 /// The table of tensors, which is the header's end; the data begins at the next multiple of the alignment.
@@ -215,19 +224,21 @@ impl<R: Read + Seek> Source<R> {
 
     fn skip_value(&mut self, key: String) -> Result<(), GgufError> {
         let kind = self.u32()?;
-        self.skip_value_of(kind, key)
+        self.skip_value_of(key, kind)
     }
 
-    fn skip_value_of(&mut self, kind: u32, key: String) -> Result<(), GgufError> {
+    fn skip_value_of(&mut self, key: String, kind: u32) -> Result<(), GgufError> {
         match kind {
             STRING => self.skip_text(),
-            ARRAY => self.skip_array(key),
+            ARRAY => {
+                let (kind, n) = (self.u32()?, self.u64()?);
+                self.skip_array(key, kind, n)
+            }
             _ => self.skip(scalar_bytes(kind).ok_or(GgufError::Kind { key, kind, expected: "0 to 12" })?),
         }
     }
 
-    fn skip_array(&mut self, key: String) -> Result<(), GgufError> {
-        let (kind, n) = (self.u32()?, self.u64()?);
+    fn skip_array(&mut self, key: String, kind: u32, n: u64) -> Result<(), GgufError> {
         if kind == STRING {
             return (0..n).try_for_each(|_| self.skip_text()); // each takes bytes of the file: ends with it
         }
@@ -235,36 +246,75 @@ impl<R: Read + Seek> Source<R> {
         self.skip(n.checked_mul(bytes).ok_or(GgufError::Truncated(self.end))?)
     }
 
-    fn whole_number(&mut self, key: String) -> Result<u64, GgufError> {
+    /// A value that is kept; `None`, and passed over, where it is of another kind or too long.
+    fn fact(&mut self, key: &str) -> Result<Option<Fact>, GgufError> {
         let kind = self.u32()?;
-        self.whole_number_of(kind, key)
-    }
-
-    /// `None` for anything else, such as a list with a number for each layer.
-    fn whole_number_if_one(&mut self, key: String) -> Result<Option<u64>, GgufError> {
-        match self.u32()? {
-            kind @ (UINT8 | UINT16 | UINT32 | UINT64) => self.whole_number_of(kind, key).map(Some),
-            kind => self.skip_value_of(kind, key).map(|()| None),
+        match kind {
+            STRING => {
+                let len = self.u64()?;
+                if len > MAX_FACT_BYTES {
+                    return self.skip(len).map(|()| None);
+                }
+                self.advance(len)?;
+                let mut bytes = vec![0; len as usize]; // at most MAX_FACT_BYTES
+                self.inner.read_exact(&mut bytes)?;
+                Ok(Some(Fact::Text(String::from_utf8_lossy(&bytes).into_owned())))
+            }
+            ARRAY => {
+                let (kind, n) = (self.u32()?, self.u64()?);
+                if integer_bytes(kind).is_none() || n > MAX_FACT_NUMBERS {
+                    return self.skip_array(key.to_owned(), kind, n).map(|()| None);
+                }
+                let numbers = (0..n).map(|_| self.integer(kind)).collect::<Result<Option<_>, _>>()?;
+                Ok(numbers.map(Fact::Numbers))
+            }
+            _ if integer_bytes(kind).is_some() => Ok(self.integer(kind)?.map(Fact::Number)),
+            _ => self.skip_value_of(key.to_owned(), kind).map(|()| None),
         }
     }
 
-    fn whole_number_of(&mut self, kind: u32, key: String) -> Result<u64, GgufError> {
+    /// A whole number of a type that [`integer_bytes`] knows; `None` if it is negative.
+    fn integer(&mut self, kind: u32) -> Result<Option<u64>, GgufError> {
+        Ok(match kind {
+            UINT8 => Some(self.bytes::<1>()?[0].into()),
+            INT8 => u64::try_from(self.bytes().map(i8::from_le_bytes)?).ok(),
+            UINT16 => Some(self.bytes().map(u16::from_le_bytes)?.into()),
+            INT16 => u64::try_from(self.bytes().map(i16::from_le_bytes)?).ok(),
+            UINT32 => Some(self.u32()?.into()),
+            INT32 => u64::try_from(self.bytes().map(i32::from_le_bytes)?).ok(),
+            UINT64 => Some(self.u64()?),
+            _ => u64::try_from(self.bytes().map(i64::from_le_bytes)?).ok(),
+        })
+    }
+
+    fn whole_number(&mut self, key: String) -> Result<u64, GgufError> {
+        let kind = self.u32()?;
+        let error = || GgufError::Kind { key, kind, expected: "an unsigned integer" };
         match kind {
-            UINT8 => self.bytes::<1>().map(|[byte]| byte.into()),
-            UINT16 => self.bytes().map(|bytes| u16::from_le_bytes(bytes).into()),
-            UINT32 => self.u32().map(u64::from),
-            UINT64 => self.u64(),
-            _ => Err(GgufError::Kind { key, kind, expected: "an unsigned integer" }),
+            UINT8 | UINT16 | UINT32 | UINT64 => self.integer(kind)?.ok_or_else(error),
+            _ => Err(error()),
         }
     }
 }
 
 const UINT8: u32 = 0;
+const INT8: u32 = 1;
 const UINT16: u32 = 2;
+const INT16: u32 = 3;
 const UINT32: u32 = 4;
+const INT32: u32 = 5;
 const STRING: u32 = 8;
 const ARRAY: u32 = 9;
 const UINT64: u32 = 10;
+const INT64: u32 = 11;
+
+/// Bytes of a value of an integer type.
+fn integer_bytes(kind: u32) -> Option<u64> {
+    match kind {
+        UINT8 | INT8 | UINT16 | INT16 | UINT32 | INT32 | UINT64 | INT64 => scalar_bytes(kind),
+        _ => None,
+    }
+}
 
 /// Bytes of a value of a metadata type (`gguf_type`) that has a fixed size.
 fn scalar_bytes(kind: u32) -> Option<u64> {

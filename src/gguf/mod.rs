@@ -14,7 +14,7 @@ mod tests;
 mod types;
 
 pub use error::GgufError;
-pub use header::{Header, Layers, TensorInfo};
+pub use header::{Fact, Header, TensorInfo};
 pub use types::Type;
 
 pub(crate) use model::ModelFile;

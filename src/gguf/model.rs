@@ -1,7 +1,7 @@
 //! A model on disk, all of its parts: its tensors and their bytes.
 
 use super::error::GgufError;
-use super::header::{Header, Layers, TensorInfo};
+use super::header::{Fact, Header, TensorInfo};
 use crate::units::layer_number;
 use crate::{Error, Result};
 use std::collections::BTreeMap;
@@ -18,9 +18,18 @@ const EXPERT_DIMS: u32 = 3;
 /// A model's files, which stay open, and its tensors by name.
 pub struct ModelFile {
     path: PathBuf,
-    parts: Vec<File>,
-    layers: Layers,
+    parts: Vec<Part>,
     tensors: BTreeMap<String, (usize, TensorInfo)>,
+    facts: BTreeMap<String, Fact>,
+}
+
+/// One of a model's files.
+struct Part {
+    path: PathBuf,
+    file: File,
+    len: u64,
+    /// Parts that it says there are.
+    n_parts: u64,
 }
 
 /// One expert tensor, `[n_in, n_out, n_expert]`.
@@ -50,8 +59,7 @@ impl ModelFile {
     ///
     /// Fails with the file that cannot be read as GGUF, and a [`GgufError`].
     pub fn open(path: &Path) -> Result<Self> {
-        let mut model =
-            Self { path: path.into(), parts: Vec::new(), layers: Layers::default(), tensors: BTreeMap::new() };
+        let mut model = Self { path: path.into(), parts: Vec::new(), tensors: BTreeMap::new(), facts: BTreeMap::new() };
         let n_parts = model.add(path).map_err(|error| Error::file(path, error))?;
         for part in 2..=n_parts {
             let Some(path) = part_path(path, part, n_parts) else { break };
@@ -71,12 +79,57 @@ impl ModelFile {
             return Err(GgufError::NotRegular); // opening a pipe would wait for its other end
         }
         let file = File::open(path)?;
-        let header = Header::read(&file, file.metadata()?.len())?;
+        let len = file.metadata()?.len();
+        let header = Header::read(&file, len)?;
         let index = self.parts.len();
-        self.layers = self.layers.or(header.layers);
         self.tensors.extend(header.tensors.into_iter().map(|(name, info)| (name, (index, info))));
-        self.parts.push(file);
+        for (key, fact) in header.facts {
+            self.facts.entry(key).or_insert(fact); // the first part says what the model is
+        }
+        self.parts.push(Part { path: path.into(), file, len, n_parts: header.n_parts });
         Ok(header.n_parts)
+    }
+
+    /// Fails if a part is missing, or if a file ends before the data of its tensors.
+    pub fn check_whole(&self) -> Result<()> {
+        let found = self.parts.len() as u64;
+        if let Some(part) = self.parts.iter().find(|part| part.n_parts != found) {
+            return Err(Error::file(&part.path, GgufError::Parts { found, expected: part.n_parts }));
+        }
+        for (name, (part, info)) in &self.tensors {
+            let Some(part) = self.parts.get(*part) else { continue };
+            let end = info.offset.saturating_add(info.n_bytes);
+            if end > part.len {
+                return Err(Error::file(&part.path, GgufError::Data { name: name.clone(), end, len: part.len }));
+            }
+        }
+        Ok(())
+    }
+
+    /// What the metadata says under this key, if it is a text.
+    pub fn text(&self, key: &str) -> Option<&str> {
+        match self.facts.get(key)? {
+            Fact::Text(text) => Some(text),
+            _ => None,
+        }
+    }
+
+    /// What the metadata says of the model's architecture under `ARCHITECTURE.key`.
+    pub fn fact(&self, key: &str) -> Option<&Fact> {
+        self.facts.get(&format!("{}.{key}", self.text("general.architecture")?))
+    }
+
+    /// The same, if it is one number.
+    pub fn number(&self, key: &str) -> Option<u64> {
+        match self.fact(key)? {
+            Fact::Number(number) => Some(*number),
+            _ => None,
+        }
+    }
+
+    /// All tensors, by name.
+    pub fn tensors(&self) -> impl Iterator<Item = (&str, &TensorInfo)> {
+        self.tensors.iter().map(|(name, (_, info))| (name.as_str(), info))
     }
 
     /// All tensors that hold a layer's experts.
@@ -88,11 +141,6 @@ impl ModelFile {
         })
     }
 
-    /// What it says of its layers.
-    pub fn layers(&self) -> Layers {
-        self.layers
-    }
-
     /// Bytes of all expert tensors; `None` if there are none.
     pub fn expert_bytes(&self) -> Option<u64> {
         let bytes = self.experts().fold(0u64, |sum, tensor| sum.saturating_add(tensor.n_bytes));
@@ -102,7 +150,7 @@ impl ModelFile {
     /// The tensor of this name, if there is one.
     pub fn tensor(&self, name: &str) -> Option<ModelTensor<'_>> {
         let (part, info) = self.tensors.get(name)?;
-        Some(ModelTensor { file: self.parts.get(*part)?, info })
+        Some(ModelTensor { file: &self.parts.get(*part)?.file, info })
     }
 }
 

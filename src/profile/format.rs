@@ -2,6 +2,8 @@
 
 /// The schema that other programs read and write.
 pub const SCHEMA: &str = "llama.cpp.moe_layer_perf.v1";
+/// The schema of a profile that was optimised; the same fields.
+pub const OPT_SCHEMA: &str = "llama.cpp.moe_layer_opt_perf.v1";
 /// Larger files are not read: a profile of 512 experts in 200 layers stays below 8 MiB.
 pub const MAX_MIB: u64 = 64;
 /// The highest layer number.

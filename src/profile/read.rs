@@ -4,12 +4,12 @@
 
 use super::error::ProfileError;
 use super::fingerprint::ModelId;
-use super::format::{Count, MAX_COUNT, MAX_EXPERTS, MAX_LAYER, SCHEMA};
+use super::format::{Count, MAX_COUNT, MAX_EXPERTS, MAX_LAYER, OPT_SCHEMA, SCHEMA};
 use super::json::{self, Object, short};
 use super::open::read_bytes;
 use crate::{Error, Result};
 use serde::Deserialize;
-use serde_json::Number;
+use serde_json::{Number, Value};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::str;
@@ -24,6 +24,8 @@ pub struct RecordedProfile {
     pub layers: BTreeMap<u32, RecordedLayer>,
     /// Experts per layer, the largest where layers differ, 1 to 65,536, if the profile says so.
     pub n_expert: Option<u32>,
+    /// Experts per token, the largest where layers differ, 1 to 65,536, if the profile says so.
+    pub n_used: Option<u32>,
     /// The model that was recorded, if the profile says so; other programs' profiles do not.
     pub model: Option<ModelId>,
 }
@@ -33,8 +35,10 @@ pub struct RecordedProfile {
 pub struct RecordedLayer {
     /// Experts in this layer, 1 to 65,536, if the profile says so; other programs' profiles do not.
     pub n_expert: Option<u32>,
-    /// Experts per token in this layer, if the profile says so.
+    /// Experts per token in this layer, 1 to 65,536, if the profile says so.
     pub n_used: Option<u32>,
+    /// Expert FFNs computed; 0 where the profile does not say.
+    pub calls: u64,
     /// `(expert, requests)`, ordered by expert, each once, without zeros; empty if nothing was asked for.
     ///
     /// The requests of all layers together fit into 64 bits.
@@ -60,8 +64,17 @@ impl RecordedProfile {
     /// Of each layer `hot_experts` and `cold_experts` are added up if they count anything, else `experts` is taken,
     /// as all readers of the schema do. Fails with the first error found.
     pub fn from_slice(text: &[u8]) -> Result<Self, ProfileError> {
-        let file = parse(text)?;
-        if file.schema != SCHEMA {
+        Self::of_schemas(text, &[SCHEMA])
+    }
+
+    /// The same for a profile of either schema that has these fields.
+    pub fn from_slice_of_either(text: &[u8]) -> Result<Self, ProfileError> {
+        Self::of_schemas(text, &[SCHEMA, OPT_SCHEMA])
+    }
+
+    fn of_schemas(text: &[u8], schemas: &[&str]) -> Result<Self, ProfileError> {
+        let file = parse(text, schemas)?;
+        if !schemas.contains(&file.schema.as_str()) {
             return Err(ProfileError::Schema(short(&file.schema)));
         }
         if file.layers.is_empty() {
@@ -79,14 +92,17 @@ impl RecordedProfile {
             for &(_, count) in &requests {
                 total = total.checked_add(count).ok_or(ProfileError::Overflow { layer })?;
             }
-            if layers.insert(layer, RecordedLayer { n_expert: own, n_used, requests, ranks, resident }).is_some() {
+            let calls = entry.calls.as_u64().unwrap_or(0);
+            let recorded = RecordedLayer { n_expert: own, n_used, calls, requests, ranks, resident };
+            if layers.insert(layer, recorded).is_some() {
                 return Err(ProfileError::DuplicateLayer { section: "layers", layer });
             }
         }
         if total == 0 {
             return Err(ProfileError::NoCounts);
         }
-        Ok(Self { layers, n_expert, model: file.model.map(|model| model.0) })
+        let n_used = n_used(&file.n_expert_used);
+        Ok(Self { layers, n_expert, n_used, model: file.model.map(|model| model.0) })
     }
 }
 
@@ -96,6 +112,9 @@ struct File {
     schema: String,
     #[serde(default = "zero")]
     n_expert: Number,
+    /// Not needed by a cache, so nothing is refused for it.
+    #[serde(default)]
+    n_expert_used: Value,
     layers: Vec<Object<Layer>>,
     #[serde(default)]
     model: Option<Object<ModelId>>,
@@ -106,6 +125,8 @@ struct File {
 #[derive(Deserialize)]
 struct Layer {
     layer: Number,
+    #[serde(default)]
+    calls: Value,
     #[serde(default)]
     experts: Vec<(Number, Number)>,
     #[serde(default)]
@@ -125,7 +146,7 @@ struct OwnLayer {
     layer: Number,
     n_expert: Number,
     #[serde(default)]
-    n_expert_used: Option<Number>,
+    n_expert_used: Value,
     #[serde(default)]
     ranks: Vec<(Number, Number)>,
     #[serde(default)]
@@ -150,9 +171,7 @@ impl OwnLayer {
         let ranks = counts(layer, "ranks", &self.ranks, n_expert)?;
         let once: Vec<_> = self.resident.iter().map(|id| (id.clone(), Number::from(1))).collect();
         let resident = counts(layer, "resident", &once, n_expert)?.into_iter().map(|(id, _)| id).collect();
-        // Only compared with a model's: a number that cannot be tells nothing.
-        let n_used = self.n_expert_used.as_ref().and_then(|n_used| whole(n_used, n_expert.into()));
-        Ok(Learnt { n_expert, n_used: n_used.filter(|&n| n > 0), ranks, resident })
+        Ok(Learnt { n_expert, n_used: n_used(&self.n_expert_used), ranks, resident })
     }
 }
 
@@ -213,6 +232,11 @@ fn of_model(n_expert: Number) -> Result<Option<u32>, ProfileError> {
     Ok((known > 0).then_some(known))
 }
 
+/// Experts per token, if the value is a number that this can be.
+fn n_used(value: &Value) -> Option<u32> {
+    value.as_u64().and_then(|n| u32::try_from(n).ok()).filter(|n| (1..=MAX_EXPERTS).contains(n))
+}
+
 /// Our own section by layer number.
 fn by_layer(section: Vec<Object<OwnLayer>>) -> Result<BTreeMap<u32, Learnt>, ProfileError> {
     const SECTION: &str = "moe_hot.layers";
@@ -237,7 +261,7 @@ fn whole(number: &Number, max: u64) -> Option<u32> {
     number.as_u64().filter(|&n| n <= max).and_then(|n| u32::try_from(n).ok())
 }
 
-fn parse(text: &[u8]) -> Result<File, ProfileError> {
+fn parse(text: &[u8], schemas: &[&str]) -> Result<File, ProfileError> {
     if text.trim_ascii().is_empty() {
         return Err(ProfileError::Empty);
     }
@@ -249,7 +273,7 @@ fn parse(text: &[u8]) -> Result<File, ProfileError> {
         return Err(ProfileError::ByteOrderMark);
     }
     json::check(text).map_err(|error| not_json(&error))?;
-    serde_json::from_str(text).map(|Object(file)| file).map_err(|error| wrong_field(text, &error))
+    serde_json::from_str(text).map(|Object(file)| file).map_err(|error| wrong_field(text, schemas, &error))
 }
 
 fn not_json(error: &serde_json::Error) -> ProfileError {
@@ -263,9 +287,11 @@ fn not_json(error: &serde_json::Error) -> ProfileError {
 }
 
 /// Why `text`, which is JSON, is not the JSON we want.
-fn wrong_field(text: &str, error: &serde_json::Error) -> ProfileError {
+fn wrong_field(text: &str, schemas: &[&str], error: &serde_json::Error) -> ProfileError {
     match serde_json::from_str(text) {
-        Ok(Object(SchemaOnly { schema })) if schema != SCHEMA => ProfileError::Schema(short(&schema)),
+        Ok(Object(SchemaOnly { schema })) if !schemas.contains(&schema.as_str()) => {
+            ProfileError::Schema(short(&schema))
+        }
         _ => ProfileError::Field(short(&error.to_string())),
     }
 }

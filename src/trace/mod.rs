@@ -19,3 +19,4 @@ pub use error::{TraceError, TraceWriteError};
 pub use writer::TraceWriter;
 
 pub(crate) use binary::MAGIC;
+pub(crate) use data::MAX_MIB;

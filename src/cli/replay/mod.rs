@@ -1,10 +1,11 @@
 //! `moe-hot replay`: plays recorded routing through cache policies and prints hit rates.
 
-mod names;
-mod play;
+pub mod names;
+pub mod play;
 mod report;
 
 use super::failure::{Failure, OrFail, named_by_user};
+use super::output::tell;
 use crate::cache::policy::CopyCost;
 use crate::profile::RecordedProfile;
 use crate::trace::Trace;
@@ -23,7 +24,12 @@ const MAX_LAG: i64 = 1024;
 
 /// Play recorded routing through cache policies and print hit rates. No model is run.
 #[derive(Args, Debug)]
-#[command(override_usage = "moe-hot replay [OPTIONS] TRACE…")]
+#[command(
+    override_usage = "moe-hot replay [OPTIONS] TRACE…",
+    after_help = "Examples:\n  \
+    moe-hot replay routing.trace --slots 8,16\n  \
+    moe-hot replay routing.trace --policy lru,default,fixed --profile experts.json --warm profile --json -"
+)]
 pub struct ReplayArgs {
     /// Traces that --moe-trace-out has written, or route CSV
     #[arg(required = true, value_name = "TRACE")]
@@ -96,7 +102,7 @@ fn rows(args: &ReplayArgs) -> Result<Vec<Row>> {
     for path in &args.traces {
         let trace = Trace::read(path)?;
         if trace.is_cut {
-            eprintln!("moe-hot: {}: ends in the middle of a record; replaying what is before it", path.display());
+            tell(&format!("{}: ends in the middle of a record; replaying what is before it", path.display()));
         }
         if let Some(profile) = &profile {
             check_profile(&trace, profile).with_context(|| format!("{}: --profile", path.display()))?;
@@ -141,7 +147,7 @@ fn policies(asked: &[PolicyName], has_profile: bool) -> Vec<PolicyName> {
 }
 
 /// A profile that counts experts which the trace's model does not have is another model's.
-fn check_profile(trace: &Trace, profile: &RecordedProfile) -> Result<()> {
+pub fn check_profile(trace: &Trace, profile: &RecordedProfile) -> Result<()> {
     for layer in &trace.layers {
         let Some(recorded) = profile.layers.get(&layer.info.layer.into()) else { continue };
         let n_expert = u32::from(layer.info.n_expert);
