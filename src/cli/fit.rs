@@ -102,7 +102,7 @@ fn wanted_mib(budget: Budget, hot: &Device, expert_bytes: Option<u64>) -> Option
 /// Which of the model's devices it is, where that is certain.
 fn position(hot: &Device, settings: &Settings, devices: &[Device]) -> Option<usize> {
     match settings.last(&DEVICE) {
-        Some(list) => list.to_str()?.split(',').position(|name| name == hot.name),
+        Some(list) => list.to_str()?.split(',').position(|name| name.eq_ignore_ascii_case(&hot.name)),
         None => (devices.len() == 1).then_some(0), // llama.cpp sorts several in its own way
     }
 }
@@ -190,7 +190,7 @@ mod tests {
         let gpus = [device("CUDA0", 8000), device("CUDA1", 8000)];
         let config = config(Some(Budget::Mib(10)), Some("CUDA1"));
         assert_eq!(automatic("-dev CUDA0,CUDA1 -fitt 1,2", &config, &gpus, None).unwrap(), "1,12");
-        assert_eq!(automatic("-dev CUDA1,CUDA0 -fitt 1,2", &config, &gpus, None).unwrap(), "11,2");
+        assert_eq!(automatic("-dev cuda1,cuda0 -fitt 1,2", &config, &gpus, None).unwrap(), "11,2");
         assert_eq!(automatic("-dev A,B,CUDA1 -fitt 1,2", &config, &gpus, None).unwrap(), "1,2,1034");
         assert_eq!(automatic("-fitt 1,2", &config, &gpus, None).unwrap(), "11,12", "llama.cpp's order is not ours");
         assert_eq!(automatic("-dev CUDA0,CUDA1 -fitt 1", &config, &gpus, None).unwrap(), "11", "one is for all");

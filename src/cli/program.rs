@@ -197,16 +197,27 @@ fn is_linked_with_llama(path: &Path) -> bool {
 
 /// What to type where moe-hot stands in front of a wrapper: the same with moe-hot behind it, as far as that can be seen.
 fn behind_wrapper(name: &OsStr, args: &[OsString]) -> String {
-    let is_llama =
-        |arg: &OsString| Path::new(arg).file_name().is_some_and(|name| name.as_encoded_bytes().starts_with(b"llama"));
+    let is_llama = |arg: &OsString| {
+        let first = arg.to_string_lossy().split(' ').next().map(PathBuf::from);
+        first.is_some_and(|path| path.file_name().is_some_and(|name| name.as_encoded_bytes().starts_with(b"llama")))
+    };
     let name = name.display();
     match args.iter().position(is_llama) {
         Some(at) => {
-            let words = args[..at].iter().map(|arg| format!(" {}", arg.display())).collect::<String>();
-            format!("{name}{words} moe-hot {} …", args[at].display())
+            let words =
+                args[..at].iter().map(|arg| format!(" {}", quoted(&arg.display().to_string()))).collect::<String>();
+            let program = args[at].display().to_string();
+            // What has a blank in it is a command for a shell.
+            let command = format!("moe-hot {program}");
+            let command = if program.contains(' ') { quoted(&command) } else { command };
+            format!("{name}{words} {command} …")
         }
         None => format!("{name} … moe-hot llama-server …"),
     }
+}
+
+fn quoted(word: &str) -> String {
+    if word.contains(' ') { format!("'{word}'") } else { word.to_owned() }
 }
 
 #[cfg(test)]
@@ -245,6 +256,8 @@ mod tests {
         };
         assert_eq!(typed("taskset -c 0 llama-server -m x"), "taskset -c 0 moe-hot llama-server …");
         assert_eq!(typed("env A=1 /opt/llama serve"), "env A=1 moe-hot /opt/llama …");
+        let shell = ["-c", "llama-server -m a/x"].map(OsString::from);
+        assert_eq!(behind_wrapper(OsStr::new("sh"), &shell), "sh -c 'moe-hot llama-server -m a/x' …");
         assert_eq!(typed("bash start.sh"), "bash … moe-hot llama-server …");
     }
 

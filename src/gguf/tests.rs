@@ -1,7 +1,7 @@
 //! Headers that are whole, wrong, cut and mutated; models of several files.
 
 use super::testing::{Writer, moe, text};
-use super::{GgufError, Header, ModelFile};
+use super::{Fact, GgufError, Header, ModelFile};
 use crate::Error;
 use proptest::prelude::*;
 use std::fs;
@@ -46,6 +46,43 @@ fn tensors_are_found_behind_all_kinds_of_metadata() {
     let info = &header.tensors["a"];
     assert_eq!((header.n_parts, info.kind.name, info.shape, info.n_bytes), (3, "q4_K", [256, 2, 1, 1], 288));
     assert_eq!(info.offset % 64, 0);
+}
+
+#[test]
+fn facts_are_kept_where_they_are_of_a_kind_that_is_used() {
+    let list = |kind: u32, n: u64, values: &[u8]| [&kind.to_le_bytes()[..], &n.to_le_bytes(), values].concat();
+    let header = Writer::new()
+        .entry("general.architecture", 8, &text("x"))
+        .entry("x.block_count", 4, &3u32.to_le_bytes())
+        .entry("x.expert_used_count", 5, &(-1i32).to_le_bytes())
+        .entry("x.embedding_length", 6, &1f32.to_le_bytes())
+        .entry("x.attention.head_count_kv", 9, &list(5, 2, &[1, 0, 0, 0, 2, 0, 0, 0]))
+        .entry("x.attention.head_count", 9, &list(8, 1, &text("many")))
+        .entry("x.attention.key_length", 9, &list(0, 5000, &[1; 5000]))
+        .entry("general.name", 8, &text(&"n".repeat(5000)))
+        .tensor("a", 0, &[1], 4);
+    let facts = read(&header.finish(0)).unwrap().facts;
+    let expected = [
+        ("general.architecture", Fact::Text("x".into())),
+        ("x.attention.head_count_kv", Fact::Numbers(vec![1, 2])),
+        ("x.block_count", Fact::Number(3)),
+    ];
+    assert_eq!(facts, expected.map(|(key, fact)| (key.to_owned(), fact)).into());
+}
+
+#[test]
+fn a_model_of_which_a_part_or_data_is_missing_is_not_whole() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("m.gguf");
+    let whole = moe(1, 8).finish(0);
+    let says = |file: &[u8]| {
+        fs::write(&path, file).unwrap();
+        ModelFile::open(&path).unwrap().check_whole().map_err(|error| error.to_string())
+    };
+    assert_eq!(says(&whole), Ok(()));
+    assert!(says(&whole[..whole.len() - 1]).unwrap_err().contains("cut off"));
+    let part = moe(1, 8).entry("split.count", 2, &3u16.to_le_bytes()).finish(0);
+    assert!(says(&part).unwrap_err().contains("one of 3 parts of a model, and 1 of them"));
 }
 
 #[test]

@@ -1,10 +1,12 @@
 """The subcommands: what they say of real files."""
 
 import csv
+import functools
 import io
 import json
 import re
 import subprocess
+import tempfile
 from pathlib import Path
 
 import gguf
@@ -197,12 +199,18 @@ def test_a_merged_profile_is_used_by_plan(here):
 # ---- calibrate and plan
 
 
+@functools.cache
+def measured() -> str:
+    with tempfile.TemporaryDirectory() as name:
+        command(Path(name), "calibrate", "--threads", "1")
+        return (Path(name) / "config/moe-hot/calibration.json").read_text()
+
+
 def calibrated(folder: Path, ram: float, gpu: float | None, overhead: float) -> None:
-    """Measures once, then puts other figures in the place of what was measured."""
+    """What this machine would store if it had these figures."""
     path = folder / "config/moe-hot/calibration.json"
-    if not path.exists():
-        command(folder, "calibrate", "--threads", "1")
-    stored = json.loads(path.read_text())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    stored = json.loads(measured())
     stored["ram_gb_per_s"]["value"] = ram
     stored["gpu_gb_per_s"] = gpu and {"value": gpu, "source": "given"}
     stored["layer_overhead_us"] = {"value": overhead, "source": "given"}

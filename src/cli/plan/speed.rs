@@ -1,6 +1,8 @@
 //! Predicted decode speed, by the formula of docs/policy.md ("Why hits, and what they are worth"):
 //!
-//!     token time  =  other weights / W_v  +  max(h · B_e / W_v,  (1 − h) · B_e / W_r)  +  L · o
+//! ```text
+//! token time  =  other weights / W_v  +  max(h · B_e / W_v,  (1 − h) · B_e / W_r)  +  L · o
+//! ```
 //!
 //! A cache computes hits and misses at the same time. Whole layers are computed one after the other, so their times add up.
 //! Attention over a long context, which both have in common, is not counted.
