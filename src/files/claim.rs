@@ -183,6 +183,8 @@ impl<S: FileSystem> Claimed<S> {
         if done == Replaced::Done {
             // It is where it belongs; that its name is on the disk too is more than some file systems promise.
             let _ = self.system.sync_folder(&folder_of(&target));
+            // Nobody else has replaced it yet: it is locked.
+            self.has_numbers &= self.held.as_ref().is_some_and(|held| self.system.stands_at(held, &target));
             self.tidy(&folder_of(&target));
         }
         Ok(done)
