@@ -109,7 +109,8 @@ pub fn check(path: &Path) -> Result<(), FileError> {
         let opened = Linux.open(&target, OpenOptions::new().write(true));
         return opened.map(drop).map_err(FileError::system("cannot be opened for writing"));
     }
-    let made = tempfile::tempfile_in(folder_of(&target));
+    // With a name: some systems know no files without one.
+    let made = tempfile::Builder::new().prefix(PREFIX).suffix(SUFFIX).tempfile_in(folder_of(&target));
     made.map(drop).map_err(FileError::system("expected an existing folder that can be written to"))
 }
 
