@@ -109,7 +109,8 @@ pub fn check(path: &Path) -> Result<(), FileError> {
         let opened = Linux.open(&target, OpenOptions::new().write(true));
         return opened.map(drop).map_err(FileError::system("cannot be opened for writing"));
     }
-    let made = tempfile::tempfile_in(folder_of(&target));
+    // With a name: some systems know no files without one.
+    let made = tempfile::Builder::new().prefix(PREFIX).suffix(SUFFIX).tempfile_in(folder_of(&target));
     made.map(drop).map_err(FileError::system("expected an existing folder that can be written to"))
 }
 
@@ -183,6 +184,8 @@ impl<S: FileSystem> Claimed<S> {
         if done == Replaced::Done {
             // It is where it belongs; that its name is on the disk too is more than some file systems promise.
             let _ = self.system.sync_folder(&folder_of(&target));
+            // Nobody else has replaced it yet: it is locked.
+            self.has_numbers &= self.held.as_ref().is_some_and(|held| self.system.stands_at(held, &target));
             self.tidy(&folder_of(&target));
         }
         Ok(done)

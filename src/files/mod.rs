@@ -1,7 +1,7 @@
 //! Files that are ours, profiles and traces, on file systems as they are: one writer per file, no file half written, and the
 //! next best where a file system cannot do what we ask of it. What the files hold is not known here.
 //!
-//! A file is [claimed](claim) first. Then it is [replaced](Claimed::replace) as a whole, as a profile is, or
+//! A file is [claimed](claim()) first. Then it is [replaced](Claimed::replace) as a whole, as a profile is, or
 //! [grows](Claimed::grow), as a trace does.
 #![forbid(unsafe_code)]
 

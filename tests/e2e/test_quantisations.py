@@ -71,6 +71,22 @@ def test_what_is_learnt_makes_it_this_models_profile(hot, profile):
         earlier = now
 
 
+@pytest.mark.parametrize("by_link", [False, True], ids=["one name", "a link"])
+def test_one_file_for_both_flags_becomes_this_models(hot, profile, tmp_path, by_link):
+    output = profile
+    if by_link:
+        output = tmp_path / "link.json"
+        output.symlink_to(profile)
+    learns = {UPDATE_RATE: 1, MISS: "copy", "LLAMA_ARG_MOE_LAYER_PERF_OUT": output}
+    result = hot.run(generated("Q4_K"), STEPS, profile, SLOTS, environment=learns)
+    (line,) = complaints(result.log)
+    assert SAYS in line and KEPT in line
+    now = json.loads(profile.read_text())
+    assert now["model"] == hot.probe.recording(generated("Q4_K"), [decode(1)]).profile.raw["model"]
+    assert all(layer["ranks"] and layer["resident"] for layer in now["moe_hot"]["layers"])
+    assert len([*tmp_path.glob("*.json")]) == 1 + by_link
+
+
 def test_a_recording_does_not_replace_it(probe, profile):
     """A recording starts from zero: it would end the other one's."""
     before = profile.read_bytes()

@@ -7,9 +7,11 @@ pub mod trace;
 
 use super::model::{Model, UnusableProfile};
 use super::timing::LayerTimes;
+use crate::Error;
+use crate::files::{self, is_same_file};
 use crate::ggml::{Level, log};
 use crate::options::Config;
-use crate::{Error, files};
+use crate::profile::ModelId;
 use sink::{Sink, tell};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -51,7 +53,7 @@ impl Profiles {
         let mut sinks = self.lock();
         for model in models {
             let sinks = of_model(&mut sinks, model);
-            self.save_recorded(config, model, &mut sinks.recorded);
+            self.save_recorded(config, model, models, &mut sinks.recorded);
             self.save_learnt(config, model, models, with_learnt.then_some(&mut sinks.learnt));
         }
     }
@@ -61,31 +63,27 @@ impl Profiles {
         check_file(path, &self.is_recording_failing);
     }
 
-    fn save_recorded(&self, config: &Config, model: &Model, sink: &mut Sink) {
+    fn save_recorded(&self, config: &Config, model: &Model, models: &[Arc<Model>], sink: &mut Sink) {
         let Some(asked) = &config.perf_out else { return };
         // One file can be both: then what was learnt goes with what was recorded.
-        let is_same = config.caches() && config.hot_cache.as_ref() == Some(asked);
+        let is_same = config.caches() && is_one_file(config);
         let is_both = config.learns() && is_same;
         let made = || if is_both { profile::learnt(config, model) } else { profile::recorded(config, model) };
         if is_same && !sink.is_settled() && !may_replace(asked, model) {
             sink.save_beside(asked, model.calls(), made, &self.is_recording_failing);
         } else {
-            sink.save(asked, model.calls(), made, &self.is_recording_failing);
+            let or_of = if is_both { began_with(model, models) } else { None };
+            sink.save(asked, or_of, model.calls(), made, &self.is_recording_failing);
         }
     }
 
     /// Saves what the model's cache has learnt to the profile that it began with, if there is a sink for it.
     fn save_learnt(&self, config: &Config, model: &Model, models: &[Arc<Model>], sink: Option<&mut Sink>) {
-        let Some(path) = config.hot_cache.as_ref().filter(|path| config.perf_out.as_ref() != Some(path)) else {
-            return;
-        };
-        let Some(began_with) = model.starting().get().and_then(|profile| profile.model.as_ref()) else { return };
-        // Another quantisation of it may be loaded too, as its draft say: the file is that one's.
-        let is_anothers = model.starting().is_other_quantisation()
-            && models.iter().any(|other| began_with.is_same_model(&other.id()));
-        if !config.caches() || !config.learns() || is_anothers {
+        let Some(path) = &config.hot_cache else { return };
+        if !config.caches() || !config.learns() || is_one_file(config) {
             return;
         }
+        let Some(began_with) = began_with(model, models) else { return };
         if !self.is_learnt_checked.swap(true, Relaxed) {
             check_file(path, &self.is_learnt_failing);
         }
@@ -103,6 +101,22 @@ impl Profiles {
     fn lock(&self) -> MutexGuard<'_, Vec<ModelSinks>> {
         self.sinks.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Whether one file is both the cache's profile and the recording's output.
+fn is_one_file(config: &Config) -> bool {
+    let files = config.hot_cache.as_ref().zip(config.perf_out.as_ref());
+    files.is_some_and(|(cache, output)| is_same_file(cache, output))
+}
+
+/// The model that the profile is of which a model's cache began with, if what is learnt may take that profile's place.
+///
+/// Not so where the profile is of another quantisation that is loaded too, such as the model whose draft this is.
+fn began_with<'a>(model: &'a Model, models: &[Arc<Model>]) -> Option<&'a ModelId> {
+    let recorded = model.starting().get()?.model.as_ref()?;
+    let is_of = |other: &Arc<Model>| recorded.is_same_model(&other.id());
+    let is_anothers = model.starting().is_other_quantisation() && models.iter().any(is_of);
+    (!is_anothers).then_some(recorded)
 }
 
 /// Says so at the start if a file cannot be written, not at the end.

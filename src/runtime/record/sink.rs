@@ -29,9 +29,17 @@ impl Sink {
         !matches!(self.output, Output::Unsettled)
     }
 
-    /// Writes the profile if there were calls since it was last written: to the file asked for or one beside it.
-    pub fn save(&mut self, asked: &Path, calls: u64, profile: impl FnOnce() -> Profile, failing: &AtomicBool) {
-        self.save_with(settle, asked, calls, profile, failing);
+    /// Writes the profile if there were calls since it was last written: to the file asked for or, if that is another model's
+    /// (than this one and `or_of`) or held by someone, to one beside it.
+    pub fn save(
+        &mut self,
+        asked: &Path,
+        or_of: Option<&ModelId>,
+        calls: u64,
+        profile: impl FnOnce() -> Profile,
+        failing: &AtomicBool,
+    ) {
+        self.save_with(|asked, profile| settle(asked, profile, or_of), asked, calls, profile, failing);
     }
 
     /// The same to a file beside the one asked for, which holds what cannot be read.
@@ -127,8 +135,8 @@ enum Output {
 }
 
 /// Writes the profile for the first time: to the file asked for, or to one beside it if that is taken.
-fn settle(asked: &Path, profile: &Profile) -> Result<Output> {
-    match OutputFile::acquire(asked, profile, None)? {
+fn settle(asked: &Path, profile: &Profile, or_of: Option<&ModelId>) -> Result<Output> {
+    match OutputFile::acquire(asked, profile, or_of)? {
         Acquired::File(file) => Ok(Output::File(file)),
         Acquired::Taken => settle_beside(asked, profile),
         Acquired::NotAProfile(error) => {
