@@ -53,15 +53,16 @@ def test_a_program_of_the_last_revision_gives_the_same_text_while_recording(tmp_
 
 
 def test_a_program_of_the_last_revision_gives_the_same_text_with_a_cache(tmp_path):
-    """On FakeDevice, which speaks the host's API too. One layer is enough: the rest is as in any revision."""
+    """On FakeDevice, which speaks the host's API too. The cache learns from an empty start, or from what was recorded."""
     need(LAST_BIN / "llama-completion")
-    dense = ["-ngl", 99, "--cpu-moe"]
+    dense, recorded, out_file = ["-ngl", 99, "--cpu-moe"], tmp_path / "recorded.json", tmp_path / "experts.json"
     stock = complete(tmp_path / "stock", fake_environment(), *dense)
-    stats, log = tmp_path / "stats.json", tmp_path / "ours"
-    settings = {"LLAMA_ARG_MOE_HOT_CACHE_MIB": "8", "LLAMA_ARG_MOE_LAYER_PERF_OUT": str(tmp_path / "experts.json")}
-    ours = complete(log, fake_environment(plugin=PLUGIN, stats=stats, **settings), *dense)
+    recording = fake_environment(plugin=PLUGIN, LLAMA_ARG_MOE_LAYER_PERF_OUT=recorded)
+    assert_same_text(stock, complete(tmp_path / "recording", recording, *dense), LEAST_TEXT)
+    settings = {"LLAMA_ARG_MOE_HOT_CACHE": recorded, "LLAMA_ARG_MOE_LAYER_PERF_OUT": out_file}
+    ours = complete(tmp_path / "ours", fake_environment(plugin=PLUGIN, **settings), *dense)
     assert_same_text(stock, ours, LEAST_TEXT)
-    assert Profile.read(tmp_path / "experts.json").layer_calls > 0
+    assert Profile.read(out_file, cached=True).hits > 0
 
 
 # Loads the addon's backends from its own folder, and waits until its log has come.
