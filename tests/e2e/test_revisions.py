@@ -12,7 +12,7 @@ import pytest
 
 from experts_json import Profile
 from fake import fake_environment
-from paths import FAKE, PLUGIN, REPOSITORY, REVISIONS, SHIPPED_MODEL
+from paths import PLUGIN, REPOSITORY, REVISIONS, SHIPPED_MODEL
 from processes import HANG_S, run, stock_environment
 from ways import assert_same_text
 
@@ -115,8 +115,20 @@ def test_the_same_tree_has_the_same_layouts():
     assert (done.returncode, done.stdout) == (0, ""), done
 
 
-@pytest.mark.parametrize("arguments", [[], ["."], [".", "."], ["llama.cpp", "no-such-folder"]])
-def test_what_is_no_tree_is_refused(arguments):
-    command = [REPOSITORY / "scripts/compare-layouts", *arguments]
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["compare-layouts"],
+        ["compare-layouts", "."],
+        ["compare-layouts", ".", "."],
+        ["compare-layouts", "llama.cpp", "no-such-folder"],
+        ["build-for"],
+        ["build-for", "no-such-folder"],
+        ["build-for", "llama.cpp", "llama.cpp"],
+        ["fetch-revisions", "b11400"],
+    ],
+)
+def test_scripts_refuse_what_they_cannot_use(command):
+    command = [REPOSITORY / "scripts" / command[0], *command[1:]]
     done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, cwd=REPOSITORY)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "expected" in done.stderr, done
