@@ -30,13 +30,20 @@ pub extern "C" fn ggml_backend_init() -> sys::ggml_backend_reg_t {
     core::arch::naked_asm!("mov rdi, [rsp]", "jmp {}", sym init)
 }
 
-/// As above.
+/// The same for another processor.
 #[unsafe(naked)]
 #[unsafe(no_mangle)]
 #[cfg(target_arch = "aarch64")]
 pub extern "C" fn ggml_backend_init() -> sys::ggml_backend_reg_t {
     // The return address is in x30; the first argument goes to x0.
     core::arch::naked_asm!("mov x0, x30", "b {}", sym init)
+}
+
+/// Elsewhere: the only ggml in the process is the one to join.
+#[unsafe(no_mangle)]
+#[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+pub extern "C" fn ggml_backend_init() -> sys::ggml_backend_reg_t {
+    init(std::ptr::null())
 }
 
 extern "C" fn init(caller: *const c_void) -> sys::ggml_backend_reg_t {

@@ -12,7 +12,7 @@ import pytest
 
 from experts_json import Profile
 from fake import fake_environment
-from paths import FAKE, PLUGIN, REPOSITORY, REVISIONS, SHIPPED_MODEL
+from paths import PLUGIN, REPOSITORY, REVISIONS, SHIPPED_MODEL
 from processes import HANG_S, run, stock_environment
 from ways import assert_same_text
 
@@ -53,15 +53,16 @@ def test_a_program_of_the_last_revision_gives_the_same_text_while_recording(tmp_
 
 
 def test_a_program_of_the_last_revision_gives_the_same_text_with_a_cache(tmp_path):
-    """On FakeDevice, which speaks the host's API too. One layer is enough: the rest is as in any revision."""
+    """On FakeDevice, which speaks the host's API too. The cache learns from an empty start, or from what was recorded."""
     need(LAST_BIN / "llama-completion")
-    dense = ["-ngl", 99, "--cpu-moe"]
+    dense, recorded, out_file = ["-ngl", 99, "--cpu-moe"], tmp_path / "recorded.json", tmp_path / "experts.json"
     stock = complete(tmp_path / "stock", fake_environment(), *dense)
-    stats, log = tmp_path / "stats.json", tmp_path / "ours"
-    settings = {"LLAMA_ARG_MOE_HOT_CACHE_MIB": "8", "LLAMA_ARG_MOE_LAYER_PERF_OUT": str(tmp_path / "experts.json")}
-    ours = complete(log, fake_environment(plugin=PLUGIN, stats=stats, **settings), *dense)
+    recording = fake_environment(plugin=PLUGIN, LLAMA_ARG_MOE_LAYER_PERF_OUT=recorded)
+    assert_same_text(stock, complete(tmp_path / "recording", recording, *dense), LEAST_TEXT)
+    settings = {"LLAMA_ARG_MOE_HOT_CACHE": recorded, "LLAMA_ARG_MOE_LAYER_PERF_OUT": out_file}
+    ours = complete(tmp_path / "ours", fake_environment(plugin=PLUGIN, **settings), *dense)
     assert_same_text(stock, ours, LEAST_TEXT)
-    assert Profile.read(tmp_path / "experts.json").layer_calls > 0
+    assert Profile.read(out_file, cached=True).hits > 0
 
 
 # Loads the addon's backends from its own folder, and waits until its log has come.
@@ -114,8 +115,20 @@ def test_the_same_tree_has_the_same_layouts():
     assert (done.returncode, done.stdout) == (0, ""), done
 
 
-@pytest.mark.parametrize("arguments", [[], ["."], [".", "."], ["llama.cpp", "no-such-folder"]])
-def test_what_is_no_tree_is_refused(arguments):
-    command = [REPOSITORY / "scripts/compare-layouts", *arguments]
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["compare-layouts"],
+        ["compare-layouts", "."],
+        ["compare-layouts", ".", "."],
+        ["compare-layouts", "llama.cpp", "no-such-folder"],
+        ["build-for"],
+        ["build-for", "no-such-folder"],
+        ["build-for", "llama.cpp", "llama.cpp"],
+        ["fetch-revisions", "b11400"],
+    ],
+)
+def test_scripts_refuse_what_they_cannot_use(command):
+    command = [REPOSITORY / "scripts" / command[0], *command[1:]]
     done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, cwd=REPOSITORY)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "expected" in done.stderr, done
