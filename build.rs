@@ -1,7 +1,11 @@
-//! Generates the ggml bindings and tells the linker where the pinned llama.cpp was built.
+//! Generates the ggml bindings and tells the linker where the pinned llama.cpp was built. With the feature `llama` it builds that
+//! first, and the patched programs.
 
 #[path = "ggml-hooks/bindgen.rs"]
 mod hooks;
+#[cfg(feature = "llama")]
+#[path = "ggml-hooks/llama.rs"]
+mod llama;
 
 use anyhow::{Context, Result};
 use std::path::{Path, PathBuf};
@@ -12,7 +16,11 @@ const PIN: &str = "ggml-hooks/pin.env";
 fn main() -> Result<()> {
     let root = PathBuf::from(env::var("CARGO_MANIFEST_DIR")?);
     export_pin(&root)?;
+    #[cfg(feature = "llama")]
+    llama::build_stock(&root)?;
     hooks::link_ggml(&root)?;
+    #[cfg(feature = "llama")]
+    llama::build_patched(&root)?;
     hooks::generate_bindings(&root)
 }
 

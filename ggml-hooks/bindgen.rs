@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::{env, fs};
 
 const HEADER: &str = "ggml-hooks/bindings.h";
+const API: &str = "ggml-hooks/moe_hot_api.h";
 
 /// Links with ggml in `build/stock`, below the repository's root.
 pub fn link_ggml(root: &Path) -> Result<()> {
@@ -35,6 +36,7 @@ pub fn link_ggml(root: &Path) -> Result<()> {
 pub fn generate_bindings(root: &Path) -> Result<()> {
     let header = root.join(HEADER);
     println!("cargo:rerun-if-changed={}", header.display());
+    println!("cargo:rerun-if-changed={}", root.join(API).display());
     let ggml = root.join("llama.cpp/ggml");
     ensure!(ggml.join("include/ggml.h").exists(), "{} holds no ggml headers: run scripts/setup first", ggml.display());
     bindgen::Builder::default()
@@ -42,8 +44,8 @@ pub fn generate_bindings(root: &Path) -> Result<()> {
         .clang_arg(format!("-I{}", ggml.join("include").display()))
         .clang_arg(format!("-I{}", ggml.join("src").display()))
         .allowlist_function("ggml_.*")
-        .allowlist_type("ggml_.*")
-        .allowlist_var("GGML_.*")
+        .allowlist_type("ggml_.*|moe_hot_.*")
+        .allowlist_var("GGML_.*|MOE_HOT_API_VERSION")
         .blocklist_function("ggml_.*_va")
         .prepend_enum_name(false)
         .generate()

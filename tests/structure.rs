@@ -22,7 +22,7 @@ const MAY_USE: &[(&str, &[&str])] = &[
     ("trace", &["units", "error"]),
     ("replay", &["cache", "trace", "units", "error"]),
     ("runtime", &["cache", "device", "error", "ggml", "gguf", "lanes", "moe", "options", "profile", "trace", "units"]),
-    ("plugin", &["runtime", "ggml", "error"]),
+    ("plugin", &["cli", "runtime", "ggml", "error"]),
     ("cli", &["cache", "error", "ggml", "gguf", "options", "profile", "replay", "trace", "units"]),
 ];
 

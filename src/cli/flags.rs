@@ -27,6 +27,11 @@ pub struct Flags {
 }
 
 impl Flags {
+    /// What was given otherwise than in the environment, values checked.
+    pub fn of(given: Vec<(&'static OptionSpec, OsString)>) -> Self {
+        Self { given }
+    }
+
     fn value(&self, option: &OptionSpec) -> Option<&OsStr> {
         self.given.iter().find(|(known, _)| *known == option).map(|(_, value)| value.as_os_str())
     }

@@ -6,7 +6,7 @@ use super::program::{Program, places_experts};
 use super::{devices, fit};
 use crate::gguf::ModelFile;
 use crate::options::HOT_CACHE_DEVICE;
-use crate::options::host::{self, BACKEND_PATH, FIT_TARGET, MODEL, NO_HOST};
+use crate::options::host::{self, BACKEND_PATH, FIT_TARGET, MODEL, NO_HOST, PREPARED};
 use anyhow::{Context, Error, Result, ensure};
 use std::env;
 use std::ffi::OsString;
@@ -65,7 +65,7 @@ fn prepare(command: Vec<OsString>, own_folder: &Path, plugin: &Path) -> Result<C
         }
         None => run.args(args),
     };
-    run.env(BACKEND_PATH, plugin).envs(flags.environment());
+    run.env(BACKEND_PATH, plugin).env(PREPARED, "1").envs(flags.environment());
     Ok(run)
 }
 

@@ -8,6 +8,7 @@ mod failure;
 mod fit;
 mod flags;
 mod launch;
+mod native;
 mod program;
 mod replay;
 mod same_model;
@@ -16,6 +17,9 @@ use anyhow::anyhow;
 use clap::error::ErrorKind;
 use clap::{Parser, Subcommand};
 use failure::Failure;
+
+pub(crate) use native::prepare;
+
 use std::ffi::OsString;
 use std::process::ExitCode;
 

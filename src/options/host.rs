@@ -33,6 +33,8 @@ pub const BACKEND_PATH: &str = "GGML_BACKEND_PATH";
 pub const LLAMA_NO_HOST: &str = "LLAMA_ARG_NO_HOST";
 /// The launcher's word that the program was given `--no-host`.
 pub const NO_HOST: &str = "MOE_HOT_NO_HOST";
+/// The launcher's word that it has placed the experts and left room for the cache.
+pub const PREPARED: &str = "MOE_HOT_PREPARED";
 /// Batches of at least this many tokens may be computed on the GPU from host weights.
 pub const OFFLOAD_MIN_BATCH: &str = "GGML_OP_OFFLOAD_MIN_BATCH";
 /// llama.cpp's own default for it.

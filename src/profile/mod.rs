@@ -12,6 +12,7 @@ mod output;
 mod read;
 #[cfg(test)]
 mod read_tests;
+mod replace;
 #[cfg(test)]
 mod testing;
 mod write;
@@ -26,4 +27,5 @@ pub(crate) use counts::{Counter, Counts, check_ids};
 pub(crate) use fingerprint::{TensorId, combine_fingerprints};
 pub(crate) use format::SCHEMA;
 pub(crate) use output::{Acquired, OutputFile, folder_of};
-pub(crate) use write::{BatchCounts, LayerPerf, LayerRecord, MoeHot, Profile, Summary, ratio};
+pub(crate) use replace::replace_keeping_old;
+pub(crate) use write::{BatchCounts, LayerPerf, LayerRecord, MoeHot, Profile, Summary, ratio, without_zeros};

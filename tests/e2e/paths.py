@@ -1,7 +1,7 @@
 """Where things are: the stock programs, the plugin, the launcher, the models, all below the repository root.
 
 MOE_HOT_PLUGIN, MOE_HOT_LAUNCHER, MOE_HOT_FAKE and MOE_HOT_PROBE name other builds of the plugin, the launcher,
-FakeDevice and moe-probe (a sanitizer build, say).
+FakeDevice and moe-probe (a sanitizer build, say); MOE_HOT_PATCHED another folder with the patched programs.
 """
 
 import os
@@ -10,6 +10,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STOCK_BIN = REPOSITORY / "build/stock/bin"
+PATCHED_BIN = Path(os.environ.get("MOE_HOT_PATCHED", REPOSITORY / "build/patched/bin"))
 PROBE = Path(os.environ.get("MOE_HOT_PROBE", REPOSITORY / "build/tests/moe-probe"))
 ALLOCATIONS = PROBE.with_name("libmoe-allocations.so")
 PLUGIN = Path(os.environ.get("MOE_HOT_PLUGIN", REPOSITORY / "target/release/libggml_moe_hot.so"))

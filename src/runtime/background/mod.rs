@@ -73,7 +73,7 @@ impl Drop for Background {
 }
 
 fn new_cache(model: &Model, device: &Arc<HotDevice>) -> Arc<CacheHandle> {
-    CacheHandle::new(device.clone(), model.layers().len(), model.copied_bytes().clone(), model.refill().clone())
+    CacheHandle::new(device.clone(), model.layers().len(), model.copied().clone(), model.refill().clone())
 }
 
 /// A layer and the cache that it was given; taken away when dropped.

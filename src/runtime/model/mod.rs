@@ -3,6 +3,7 @@
 //! A model is the set of our buffers that occur together in one context's graphs.
 
 pub mod cache_handle;
+pub mod copied;
 pub mod expert_tensor;
 pub mod fetch_queue;
 pub mod lane_cell;
@@ -16,6 +17,7 @@ use crate::Error;
 use crate::ggml::Tensor;
 use crate::profile::{Counts, ModelId, RecordedProfile, TensorId, combine_fingerprints};
 use crate::units::layer_number;
+use copied::Copied;
 use expert_tensor::WeightKey;
 use lane_cell::LaneCell;
 use lane_request::LaneRequest;
@@ -23,8 +25,7 @@ use layer::Layer;
 use refill::Refill;
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::path::Path;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 /// One model's layers and identity.
 #[derive(Default)]
@@ -33,7 +34,7 @@ pub struct Model {
     /// When its cache is to be filled.
     refill: Arc<Refill>,
     starting: StartingProfile,
-    copied_bytes: Arc<AtomicU64>,
+    copied: Arc<Copied>,
     contexts: Mutex<Contexts>,
 }
 
@@ -46,8 +47,10 @@ struct Contexts {
 
 /// The profile that a model's cache begins with. Whoever needs it first reads it: the thread that fills the cache, or the one
 /// that is about to save to the same file.
+///
+/// The user may put another in its place.
 #[derive(Default)]
-pub struct StartingProfile(OnceLock<RecordedProfile>);
+pub struct StartingProfile(Mutex<Option<Arc<RecordedProfile>>>);
 
 /// A profile to begin with that cannot serve.
 #[derive(Debug, thiserror::Error)]
@@ -63,7 +66,7 @@ pub enum UnusableProfile {
 impl StartingProfile {
     /// The profile of the model that is known by `id`, read from `path` unless it has been read before: the file holds what
     /// this process has saved since.
-    pub fn read(&self, path: &Path, id: impl FnOnce() -> ModelId) -> Result<&RecordedProfile, UnusableProfile> {
+    pub fn read(&self, path: &Path, id: impl FnOnce() -> ModelId) -> Result<Arc<RecordedProfile>, UnusableProfile> {
         if let Some(profile) = self.get() {
             return Ok(profile);
         }
@@ -72,12 +75,21 @@ impl StartingProfile {
         if profile.model.as_ref().is_some_and(|recorded| !recorded.is_same_model(&id())) {
             return Err(UnusableProfile::OtherModel);
         }
-        Ok(self.0.get_or_init(|| profile))
+        Ok(self.lock().get_or_insert_with(|| Arc::new(profile)).clone())
     }
 
     /// The profile, if one was read.
-    pub fn get(&self) -> Option<&RecordedProfile> {
-        self.0.get()
+    pub fn get(&self) -> Option<Arc<RecordedProfile>> {
+        self.lock().clone()
+    }
+
+    /// Puts another in its place: the next fill begins with it.
+    pub fn replace(&self, profile: Arc<RecordedProfile>) {
+        *self.lock() = Some(profile);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<Arc<RecordedProfile>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -197,9 +209,9 @@ impl Model {
         self.layers().iter().map(|layer| layer.counts.calls()).sum()
     }
 
-    /// Counts bytes that were copied to a device.
-    pub fn copied_bytes(&self) -> &Arc<AtomicU64> {
-        &self.copied_bytes
+    /// Counts what was copied to a device.
+    pub fn copied(&self) -> &Arc<Copied> {
+        &self.copied
     }
 
     /// Calls and requests of all layers so far.
@@ -211,7 +223,7 @@ impl Model {
             calls: counts.iter().map(Counts::calls).sum(),
             requests: counts.iter().flat_map(Counts::experts).sum(),
             hits: counts.iter().flat_map(|counts| counts.hot.iter()).sum(),
-            copied_bytes: self.copied_bytes.load(Relaxed),
+            copied_bytes: self.copied.bytes(),
         }
     }
 }
