@@ -1,7 +1,11 @@
-//! Generates the ggml bindings, and tells the linker where unit tests find the pinned llama.cpp.
+//! Generates the ggml bindings, and tells the linker where unit tests find the pinned llama.cpp. With the feature `llama` it
+//! builds that first, and its patched programs.
 
 #[path = "ggml-hooks/bindgen.rs"]
 mod hooks;
+#[cfg(feature = "llama")]
+#[path = "ggml-hooks/llama.rs"]
+mod llama;
 #[path = "ggml-hooks/look_up.rs"]
 mod look_up;
 
@@ -14,7 +18,11 @@ const PIN: &str = "ggml-hooks/pin.env";
 fn main() -> Result<()> {
     let root = PathBuf::from(env::var("CARGO_MANIFEST_DIR")?);
     export_pin(&root)?;
+    #[cfg(feature = "llama")]
+    llama::build_stock(&root)?;
     hooks::link_ggml(&root)?;
+    #[cfg(feature = "llama")]
+    llama::build_patched(&root)?;
     hooks::generate_bindings(&root)?;
     look_up::split_bindings(&root)
 }

@@ -8,6 +8,7 @@ use std::{env, fs};
 const HEADER: &str = "ggml-hooks/bindings.h";
 /// The sources of another llama.cpp to build for (`scripts/build-for`).
 const OTHER_TREE: &str = "MOE_HOT_OTHER_TREE";
+const API: &str = "ggml-hooks/moe_hot_api.h";
 
 /// Links with ggml in `build/stock`, below the repository's root: unit tests call it. The plugin needs none.
 pub fn link_ggml(root: &Path) -> Result<()> {
@@ -40,6 +41,7 @@ pub fn link_ggml(root: &Path) -> Result<()> {
 pub fn generate_bindings(root: &Path) -> Result<()> {
     let header = root.join(HEADER);
     println!("cargo:rerun-if-changed={}", header.display());
+    println!("cargo:rerun-if-changed={}", root.join(API).display());
     println!("cargo:rerun-if-env-changed={OTHER_TREE}");
     let tree = env::var_os(OTHER_TREE).map_or_else(|| root.join("llama.cpp"), PathBuf::from);
     let ggml = tree.join("ggml");
@@ -49,8 +51,8 @@ pub fn generate_bindings(root: &Path) -> Result<()> {
         .clang_arg(format!("-I{}", ggml.join("include").display()))
         .clang_arg(format!("-I{}", ggml.join("src").display()))
         .allowlist_function("ggml_.*")
-        .allowlist_type("ggml_.*")
-        .allowlist_var("GGML_.*")
+        .allowlist_type("ggml_.*|moe_hot_.*")
+        .allowlist_var("GGML_.*|MOE_HOT_API_VERSION")
         .blocklist_function("ggml_.*_va")
         .prepend_enum_name(false)
         .generate()

@@ -26,7 +26,7 @@ const MAY_USE: &[(&str, &[&str])] = &[
         "runtime",
         &["cache", "device", "error", "files", "ggml", "gguf", "lanes", "moe", "options", "profile", "trace", "units"],
     ),
-    ("plugin", &["runtime", "ggml", "error"]),
+    ("plugin", &["cli", "runtime", "ggml", "error"]),
     ("cli", &["cache", "error", "files", "ggml", "gguf", "options", "profile", "replay", "trace", "units"]),
 ];
 

@@ -16,10 +16,15 @@ pub enum Failure {
 impl Failure {
     /// The exit code that stands for it.
     pub fn exit_code(&self) -> ExitCode {
-        ExitCode::from(match self {
+        ExitCode::from(self.code())
+    }
+
+    /// The same as a number.
+    pub fn code(&self) -> u8 {
+        match self {
             Self::Input(_) => 2,
             Self::Internal(_) => 1,
-        })
+        }
     }
 
     /// What went wrong, on one line.

@@ -27,6 +27,16 @@ pub struct Flags {
 }
 
 impl Flags {
+    /// What was given otherwise than in the environment, values checked.
+    pub fn of(given: Vec<(&'static OptionSpec, OsString)>) -> Self {
+        Self { given, ..Self::default() }
+    }
+
+    /// Whether the user has said nothing.
+    pub fn are_none(&self) -> bool {
+        self.given.is_empty()
+    }
+
     fn value(&self, option: &OptionSpec) -> Option<&OsStr> {
         self.given.iter().find(|(known, _)| *known == option).map(|(_, value)| value.as_os_str())
     }
@@ -74,7 +84,12 @@ impl Flags {
     /// The environment that tells the plugin all this.
     pub fn environment(&self) -> impl Iterator<Item = (&'static str, &OsStr)> {
         let given = self.given.iter().map(|(option, value)| (option.variable, value.as_os_str()));
-        given.chain(self.from_launcher.iter().map(|(variable, value)| (*variable, value.as_os_str())))
+        given.chain(self.facts())
+    }
+
+    /// What of it the plugin should know besides what the user has said.
+    pub fn facts(&self) -> impl Iterator<Item = (&'static str, &OsStr)> {
+        self.from_launcher.iter().map(|(variable, value)| (*variable, value.as_os_str()))
     }
 
     /// Takes from the environment what was not given as a flag.

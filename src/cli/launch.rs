@@ -7,13 +7,13 @@ use super::fit;
 use super::flags;
 use super::placement::places_experts;
 use super::program::{self, Program};
+use super::two_caches::refuse_two_caches;
 use crate::gguf::ModelFile;
 use crate::options::host::{
-    self, BACKEND_PATH, FIT_TARGET, LAUNCHER_NO_HOST, MODEL, MOE_CACHE_MIB, N_CPU_MOE, NO_HOST, RPC, Source, Syntax,
-    Target, whole_number,
+    self, BACKEND_PATH, FIT_TARGET, LAUNCHER_NO_HOST, MODEL, N_CPU_MOE, NO_HOST, PREPARED, RPC, Source, Syntax, Target,
 };
-use crate::options::{Config, HOT_CACHE, HOT_CACHE_DEVICE};
-use anyhow::{Context, Error, Result, bail};
+use crate::options::{Config, HOT_CACHE_DEVICE};
+use anyhow::{Context, Error, Result};
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 use std::env;
@@ -73,7 +73,7 @@ fn prepare(command: Vec<OsString>, own_folder: &Path) -> Result<Command, Failure
     let (mut flags, mut args) = flags::take(args, &program.syntax).or_input()?;
     let loaded = loaded(&program.syntax, &args);
     flags.validate(one(&loaded).and_then(|loaded| loaded.model.as_ref()))?;
-    if flags.environment().next().is_none() {
+    if flags.are_none() {
         run.args(args); // it was a prompt that looks like a flag
         return Ok(run);
     }
@@ -81,7 +81,7 @@ fn prepare(command: Vec<OsString>, own_folder: &Path) -> Result<Command, Failure
     program.check(&name, &args, &plugin)?;
     check_backend_path(&plugin).or_input()?;
     let config = flags.config();
-    refuse_two_caches(&config, &loaded).or_input()?;
+    refuse_two_caches(&config, loaded.iter().map(|loaded| &loaded.target.settings)).or_input()?;
 
     let fit_target = fit_target(&program, &config, &loaded)?;
     let placement = if config.takes_experts() { placement(&program.syntax, &loaded) } else { &[] };
@@ -100,7 +100,7 @@ fn prepare(command: Vec<OsString>, own_folder: &Path) -> Result<Command, Failure
     if loaded.iter().any(|loaded| loaded.target.settings.has(&NO_HOST)) {
         run.env(LAUNCHER_NO_HOST, "1");
     }
-    run.args(args).env(BACKEND_PATH, plugin).envs(flags.environment());
+    run.args(args).env(BACKEND_PATH, plugin).env(PREPARED, "1").envs(flags.environment());
     Ok(run)
 }
 
@@ -155,29 +155,6 @@ fn placement(syntax: &Syntax, loaded: &[Loaded]) -> &'static [&'static str] {
     } else {
         &[]
     }
-}
-
-/// llama.cpp's own cache and ours would keep the same experts: later revisions have one.
-fn refuse_two_caches(config: &Config, loaded: &[Loaded]) -> Result<()> {
-    let mut sizes: Vec<_> =
-        loaded.iter().filter_map(|loaded| loaded.target.settings.last(&MOE_CACHE_MIB)).map(OsStr::to_owned).collect();
-    if sizes.is_empty() {
-        sizes.extend(host::variable(MOE_CACHE_MIB.variable)); // whether the program knows it yet or not
-    }
-    let is_on = |size: &&OsString| whole_number(&size.to_string_lossy()) != Some(0);
-    if config.caches()
-        && let Some(size) = sizes.iter().find(is_on)
-    {
-        bail!(
-            "{} (or {}) is {}: llama.cpp's own cache would keep the experts, and ours would never be asked for them; \
-             expected either that or {}",
-            MOE_CACHE_MIB.flags[0],
-            MOE_CACHE_MIB.variable,
-            size.display(),
-            HOT_CACHE.flag
-        );
-    }
-    Ok(())
 }
 
 /// Checks the cache's device, and says how much memory the program must leave for the cache when it fits the model.

@@ -16,6 +16,7 @@ mod inspect;
 mod launch;
 mod merge;
 mod model;
+mod native;
 mod output;
 mod own_files;
 mod placement;
@@ -26,6 +27,7 @@ mod replay;
 mod report;
 mod same_model;
 mod size;
+mod two_caches;
 
 use anyhow::anyhow;
 use clap::error::ErrorKind;
@@ -33,6 +35,8 @@ use clap::{CommandFactory, Parser, Subcommand};
 use failure::Failure;
 use std::ffi::OsString;
 use std::process::ExitCode;
+
+pub(crate) use native::prepare;
 
 /// What the usage line cannot say.
 const NAMES: &str = "Any other name is that of a llama.cpp program, which is started with the plugin. A program that has the name of a command is \

@@ -3,6 +3,8 @@
 use super::same_model::{RecordedFrom, check_model};
 use crate::files::{FileError, check, is_same_file, open_to_read, read_start};
 use crate::gguf::ModelFile;
+use crate::options::host;
+use crate::options::launcher::SAID_QUANTISATION;
 use crate::options::{Config, PERF_OUT, TRACE_OUT};
 use crate::profile::{OutputFile, RecordedProfile, other_quantisation};
 use crate::trace::MAGIC;
@@ -40,7 +42,7 @@ pub fn profile_to_read(path: &Path, model: Option<&ModelFile>, learns: bool) -> 
     let profile = RecordedProfile::read(&path)?;
     let Some(model) = model else { return Ok((path, RecordedFrom::ThisModel)) };
     let from = check_model(&profile, model).map_err(|error| crate::Error::file(&path, error))?;
-    if from == RecordedFrom::OtherQuantisation {
+    if from == RecordedFrom::OtherQuantisation && host::variable(SAID_QUANTISATION).is_none() {
         eprintln!("moe-hot: {}", other_quantisation(&path, learns));
     }
     Ok((path, from))

@@ -50,7 +50,7 @@ impl Device {
     }
 
     /// Whether it is the CPU itself.
-    pub(super) fn is_cpu(&self) -> bool {
+    pub fn is_cpu(&self) -> bool {
         self.kind() == sys::GGML_BACKEND_DEVICE_TYPE_CPU
     }
 

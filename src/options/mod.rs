@@ -155,6 +155,27 @@ impl Config {
         self.max_hot_tokens() * n_used
     }
 
+    /// An option's value as it was understood, in words.
+    pub fn shown(&self, option: &OptionSpec) -> String {
+        let path = |path: &Option<PathBuf>| path.as_ref().map(|path| path.display().to_string());
+        let value = match option.flag {
+            flag if flag == PERF_OUT.flag => path(&self.perf_out),
+            flag if flag == HOT_CACHE.flag => path(&self.hot_cache),
+            flag if flag == TRACE_OUT.flag => path(&self.trace_out),
+            flag if flag == HOT_CACHE_MAX_MIB.flag => Some(match self.max_mib {
+                Budget::Automatic => "-1".into(),
+                Budget::Off => "0".into(),
+                Budget::Mib(mib) => mib.to_string(),
+            }),
+            flag if flag == HOT_CACHE_AUTO_RESERVE_MIB.flag => Some(self.auto_reserve_mib.to_string()),
+            flag if flag == HOT_CACHE_DEVICE.flag => self.device.clone(),
+            flag if flag == HOT_CACHE_UPDATE_RATE.flag => self.update_rate.map(|rate| rate.0.to_string()),
+            flag if flag == HOT_CACHE_MISS.flag => Some(self.miss.to_string()),
+            _ => None,
+        };
+        value.unwrap_or_else(|| option.default.into())
+    }
+
     /// Whether the user asked for a cache.
     pub fn caches(&self) -> bool {
         self.hot_cache.is_some() && self.max_mib != Budget::Off

@@ -33,6 +33,9 @@ fn every_option_is_read_into_the_configuration() {
     let values = ["/out", "/profile", "700", "0", "CUDA0", "0.25", "copy", "/trace"];
     let variables: Vec<_> = OPTIONS.iter().map(|option| option.variable).zip(values).collect();
     let all = config(&variables);
+    for (option, value) in OPTIONS.iter().zip(values) {
+        assert_eq!(all.shown(option), value, "{}", option.flag);
+    }
     assert_eq!((all.perf_out, all.hot_cache), (Some("/out".into()), Some("/profile".into())));
     assert_eq!((all.max_mib, all.auto_reserve_mib), (Budget::Mib(700), 0));
     assert_eq!((all.device.as_deref(), all.update_rate), (Some("CUDA0"), Some(UpdateRate(0.25))));
@@ -100,6 +103,23 @@ fn the_names_of_an_option_belong_together() {
         assert_eq!(option.variable, format!("LLAMA_ARG_{}", words.replace('-', "_").to_uppercase()));
         assert!(option.check(OsStr::new("auto")).is_ok() || option.check(OsStr::new("1")).is_ok(), "{words}");
     }
+}
+
+/// The table as patched programs have it.
+fn table_for_c() -> String {
+    let mut table =
+        "// The table of options for patched programs, from src/options/table.rs; a test compares them.\n".to_owned();
+    for OptionSpec { flag, variable, value_name, help, default, .. } in OPTIONS {
+        writeln!(table, "MOE_HOT_OPTION({flag:?}, {variable:?}, {value_name:?},\n    \"{help} (default: {default})\")")
+            .unwrap();
+    }
+    table
+}
+
+#[test]
+fn patched_programs_have_the_table_of_options() {
+    let wanted = table_for_c();
+    assert_eq!(include_str!("../../ggml-hooks/glue/options.inc"), wanted, "put this there:\n{wanted}");
 }
 
 /// The README's table, from the table of options.

@@ -4,6 +4,7 @@
 //! library is loaded, and each is given the pointers that it needs: registry, then device, then buffer type. Buffers and
 //! backend instances belong to the table that they are asked for.
 
+mod api;
 mod backend;
 mod buffer;
 mod buffer_type;

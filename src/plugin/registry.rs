@@ -1,7 +1,7 @@
 //! The registry: one device, and the functions that llama.cpp looks up by name.
 
 use super::guard::{NAME, guard};
-use super::{backend, device};
+use super::{api, backend, device};
 use crate::ggml::{BackendApi, Level, NOT_SERVED, join_host, log, remember_hosts_log, sys};
 use std::ffi::{CStr, c_char, c_void};
 use std::ptr::{NonNull, null_mut};
@@ -71,6 +71,7 @@ unsafe extern "C" fn get_proc_address(_: sys::ggml_backend_reg_t, name: *const c
         match unsafe { CStr::from_ptr(name) }.to_bytes() {
             b"ggml_backend_set_n_threads" => backend::set_n_threads as *mut c_void,
             b"ggml_backend_set_abort_callback" => backend::set_abort_callback as *mut c_void,
+            b"moe_hot_api_v1" => api::table(),
             _ => null_mut(),
         }
     })

@@ -24,6 +24,21 @@ pub struct Counts {
 }
 
 impl Counts {
+    /// What has been counted since `earlier`, a snapshot of the same layer.
+    pub fn since(&self, earlier: &Self) -> Self {
+        let less =
+            |now: &[u64], then: &[u64]| now.iter().zip(then).map(|(now, then)| now.saturating_sub(*then)).collect();
+        let counter = |now: &Counter, then: &Counter| Counter {
+            calls: now.calls.saturating_sub(then.calls),
+            experts: less(&now.experts, &then.experts),
+        };
+        Self {
+            single: counter(&self.single, &earlier.single),
+            multi: counter(&self.multi, &earlier.multi),
+            hot: less(&self.hot, &earlier.hot),
+        }
+    }
+
     /// Calls of both kinds.
     pub fn calls(&self) -> u64 {
         self.single.calls + self.multi.calls
@@ -88,6 +103,12 @@ impl LayerCounts {
         self.lock().calls()
     }
 
+    /// Requests of both kinds so far, and those of them whose expert was resident.
+    pub fn requests_and_hits(&self) -> (u64, u64) {
+        let counts = self.lock();
+        (counts.experts().sum(), counts.hot.iter().sum())
+    }
+
     fn lock(&self) -> MutexGuard<'_, Counts> {
         self.counts.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -125,6 +146,17 @@ mod tests {
         assert_eq!(counts.single, Counter { calls: 1, experts: [1, 0, 0, 1].into() });
         assert_eq!(counts.multi, Counter { calls: 1, experts: [0, 1, 0, 2].into() });
         assert_eq!((counts.calls(), counts.experts().collect::<Vec<_>>()), (2, vec![1, 1, 0, 3]));
+    }
+
+    #[test]
+    fn what_came_after_a_snapshot_is_told_from_what_was_before() {
+        let counts = LayerCounts::new(0, 2);
+        counts.add(1, cold(&[0]));
+        let before = counts.snapshot();
+        counts.add(2, [(1, true), (0, false)].into_iter());
+        let since = counts.snapshot().since(&before);
+        assert_eq!((since.calls(), since.experts().collect::<Vec<_>>(), since.hot), (1, vec![1, 1], [0, 1].into()));
+        assert_eq!(counts.requests_and_hits(), (3, 1));
     }
 
     #[test]

@@ -13,6 +13,7 @@ mod output;
 mod read;
 #[cfg(test)]
 mod read_tests;
+mod replace;
 #[cfg(test)]
 mod testing;
 mod write;
@@ -29,4 +30,5 @@ pub(crate) use counts::{Counter, Counts, check_ids};
 pub(crate) use fingerprint::{TensorId, combine_fingerprints};
 pub(crate) use format::{MAX_COUNT, MAX_EXPERTS, MAX_LAYER, MAX_MIB, OPT_SCHEMA, SCHEMA};
 pub(crate) use output::{Acquired, OutputFile};
-pub(crate) use write::{BatchCounts, LayerPerf, LayerRecord, MoeHot, Profile, Summary, ratio};
+pub(crate) use replace::replace_keeping_old;
+pub(crate) use write::{BatchCounts, LayerPerf, LayerRecord, MoeHot, Profile, Summary, ratio, without_zeros};

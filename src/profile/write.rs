@@ -2,6 +2,7 @@
 //!
 //! `profiles/README.md` describes every field. Other readers ignore what they do not know; so does ours.
 
+use super::counts::Counts;
 use super::fingerprint::ModelId;
 use super::format::Count;
 use serde::Serialize;
@@ -70,6 +71,13 @@ pub struct LayerPerf {
 }
 
 impl LayerPerf {
+    /// What was counted of a layer.
+    pub fn of(layer: u32, counts: &Counts) -> Self {
+        let hot = counts.hot.iter().copied();
+        let cold = counts.experts().zip(hot.clone()).map(|(all, hot)| all.saturating_sub(hot));
+        Self::new(layer, counts.calls(), without_zeros(hot), without_zeros(cold), without_zeros(counts.experts()))
+    }
+
     /// A layer's calls, and its requests by expert: on a device, on the CPU, and all.
     pub fn new(layer: u32, calls: u64, hot: Vec<Count>, cold: Vec<Count>, all: Vec<Count>) -> Self {
         let sum = |counts: &[Count]| counts.iter().map(|&(_, count)| count).sum::<u64>();
@@ -87,6 +95,11 @@ impl LayerPerf {
             cold_experts: cold,
         }
     }
+}
+
+/// Counts by expert, those that are 0 left out.
+pub fn without_zeros(counts: impl IntoIterator<Item = u64>) -> Vec<Count> {
+    (0..).zip(counts).filter(|&(_, count)| count > 0).collect()
 }
 
 /// `part` of `whole`; 0 of nothing.

@@ -8,11 +8,13 @@
 mod background;
 mod claims;
 mod context;
+mod control;
 mod hot_device;
 mod model;
 mod record;
 mod registry;
 mod timing;
+mod view;
 
 pub use context::Context;
 pub use registry::runtime;

@@ -8,6 +8,7 @@ use super::model::name::{are_several, mapped_file, name_of};
 use super::record::trace::TraceFile;
 use super::record::{self, Profiles, SaveThread};
 use super::timing::LayerTimes;
+use super::view::View;
 use crate::ggml::{Device, Level, OwnIds, Tensor, close_buffer, is_hosts_log, is_of_weights, log};
 use crate::options::host::OFFLOAD_MIN_BATCH;
 use crate::options::{Budget, Config};
@@ -50,6 +51,7 @@ pub struct Runtime {
     is_recording: AtomicBool,
     said_inert: Once,
     said_recording: Once,
+    view: View,
 }
 
 /// A panic while the lock was held left no half-made state: every change is a single insert or remove. Nothing is opened,
@@ -89,6 +91,7 @@ impl Runtime {
             is_recording: AtomicBool::new(false),
             said_inert: Once::new(),
             said_recording: Once::new(),
+            view: View::default(),
         }
     }
 
@@ -338,8 +341,41 @@ impl Runtime {
         self.models().into_iter().find(|model| !model.is_loaded() && model.knows(weights))
     }
 
-    fn models(&self) -> Vec<Arc<Model>> {
+    /// Every model that has appeared.
+    pub(super) fn models(&self) -> Vec<Arc<Model>> {
         self.state().models.clone()
+    }
+
+    /// What is shown of all this.
+    pub(super) fn view(&self) -> &View {
+        &self.view
+    }
+
+    /// Ends a model's caches; their threads give the memory back.
+    pub(super) fn end_caches_of(&self, model: &Arc<Model>) {
+        let state = self.state();
+        let caches: Vec<_> =
+            state.background.iter().filter(|own| own.is_of(model)).map(|own| own.cache().clone()).collect();
+        drop(state);
+        caches.iter().for_each(|cache| cache.end());
+    }
+
+    /// Why no expert is on a device now, in words for users.
+    pub(super) fn why_no_cache(&self) -> String {
+        if let Some((_, reason)) = self.inert() {
+            return reason;
+        }
+        if !self.config.caches() {
+            return "only recording: no --moe-hot-cache given".into();
+        }
+        match self.hot_device() {
+            Err(reason) => reason.to_string(),
+            Ok(device) if device.is_off() => format!("{} has failed", device.device().name()),
+            Ok(_) if self.models().iter().all(|model| model.refill().is_pending()) => {
+                "it is filled after some tokens".into()
+            }
+            Ok(_) => "it has ended: the log says why".into(),
+        }
     }
 }
 

@@ -4,6 +4,7 @@
 #![forbid(unsafe_code)]
 
 use serde::Serialize;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Instant;
 
 /// Times of one kind of layer call, summed up.
@@ -54,6 +55,30 @@ impl LayerTimes {
         self.mixed.add(&other.mixed);
         self.all_hot.add(&other.all_hot);
         self.first.add(&other.first);
+    }
+}
+
+/// Nanoseconds that one layer's lanes took, summed up as it computes.
+#[derive(Debug, Default)]
+pub struct LaneTimes {
+    cpu: AtomicU64,
+    device: AtomicU64,
+    wait: AtomicU64,
+}
+
+impl LaneTimes {
+    /// One call. `device` and `wait` count only where the device computed.
+    pub fn add(&self, (cpu, device, wait): (f32, f32, f32), has_device: bool) {
+        self.cpu.fetch_add(cpu as u64, Relaxed);
+        if has_device {
+            self.device.fetch_add(device as u64, Relaxed);
+            self.wait.fetch_add(wait as u64, Relaxed);
+        }
+    }
+
+    /// What it comes to so far: the CPU computed, the device had work, it was waited for.
+    pub fn ns(&self) -> [u64; 3] {
+        [&self.cpu, &self.device, &self.wait].map(|time| time.load(Relaxed))
     }
 }
 

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 import paths
 from hot import Hot
 from models import QUANTIZED, generated
+from patched import COMPLETION, patched
 from probe import Probe
 from processes import free_port, listens, process, stock_environment, wait_for
 from results import record_run
@@ -83,6 +85,21 @@ def rpc_endpoint(tmp_path):
     with process(command, tmp_path / "rpc-server.log", stock_environment()):
         wait_for("the RPC server listens", functools.partial(listens, port))
         yield f"127.0.0.1:{port}"
+
+
+@pytest.fixture(scope="session")
+def recorded(tmp_path_factory) -> Path:
+    """A profile of the shipped model, recorded by a patched program."""
+    file = tmp_path_factory.mktemp("profile") / "experts.json"
+    answer = patched("llama-completion", "-m", shipped_model(), *COMPLETION, "-n", 60, "--moe-layer-perf-out", file)
+    assert answer.code == 0, answer.err
+    return file
+
+
+@pytest.fixture
+def own_profile(recorded, tmp_path) -> Path:
+    """The same as a file of the test's own."""
+    return shutil.copy(recorded, tmp_path / "experts.json")
 
 
 @pytest.fixture(params=["cpu", "rpc"])

@@ -2,7 +2,7 @@
 
 MOE_HOT_PLUGIN, MOE_HOT_LAUNCHER, MOE_HOT_FAKE and MOE_HOT_PROBE name other builds of the plugin, the launcher,
 FakeDevice and moe-probe (a sanitizer build, say); MOE_HOT_STOCK the programs of another llama.cpp, and MOE_HOT_REVISIONS
-what scripts/fetch-revisions has made.
+what scripts/fetch-revisions has made; MOE_HOT_PATCHED another folder with the patched programs.
 """
 
 import os
@@ -12,6 +12,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[2]
 STOCK_BIN = Path(os.environ.get("MOE_HOT_STOCK", REPOSITORY / "build/stock/bin"))
 REVISIONS = Path(os.environ.get("MOE_HOT_REVISIONS", REPOSITORY / "build/revisions"))
+PATCHED_BIN = Path(os.environ.get("MOE_HOT_PATCHED", REPOSITORY / "build/patched/bin"))
 PROBE = Path(os.environ.get("MOE_HOT_PROBE", REPOSITORY / "build/tests/moe-probe"))
 ALLOCATIONS = PROBE.with_name("libmoe-allocations.so")
 PLUGIN = Path(os.environ.get("MOE_HOT_PLUGIN", REPOSITORY / "target/release/libggml_moe_hot.so"))

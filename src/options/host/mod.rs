@@ -92,6 +92,8 @@ const HOST_OPTIONS: [&HostOption; 13] = [
 pub const BACKEND_PATH: &str = "GGML_BACKEND_PATH";
 /// The launcher's word that the program was told `--no-host`.
 pub const LAUNCHER_NO_HOST: &str = "MOE_HOT_NO_HOST";
+/// The launcher's word that it has placed the experts and left room for the cache.
+pub const PREPARED: &str = "MOE_HOT_PREPARED";
 /// Has ggml's CUDA backend allocate memory that host and device share; it then reports what the host has free.
 pub const UNIFIED_MEMORY: &str = "GGML_CUDA_ENABLE_UNIFIED_MEMORY";
 /// What llama.cpp's variables for options begin with.

@@ -44,6 +44,11 @@ struct Surroundings<V> {
 const ON: &str = "1";
 
 impl Settings {
+    /// What a program has read by itself, in its order.
+    pub fn of(given: Vec<(&'static HostOption, OsString)>) -> Self {
+        Self { given }
+    }
+
     /// The value that counts: the last one.
     pub fn last(&self, option: &HostOption) -> Option<&OsStr> {
         self.all(option).last()

@@ -169,7 +169,7 @@ impl Fetcher {
                     state.slots.publish(landed.slot);
                     state.policy.as_ref().map(LayerPolicy::calls)
                 };
-                self.cache.add_copied(layer.writer.expert_bytes());
+                self.cache.add_copied(1, layer.writer.expert_bytes());
                 // A copy that waited behind others tells less of the device than of them.
                 let alone = (landed.was_alone && self.in_flight.is_empty()).then(|| landed.started.elapsed());
                 let lag = landed.fetch.decided_at.and_then(|decided_at| calls?.checked_sub(decided_at));

@@ -112,7 +112,7 @@ impl<'a> Fill<'a> {
     pub fn run(&self) -> Result<Option<Filled>, NoCache> {
         let Some(path) = &self.config.hot_cache else { return Ok(None) };
         let profile = self.model.start_from(path)?;
-        let candidates = Candidates::of(self.model, profile, self.device(), self.config)?;
+        let candidates = Candidates::of(self.model, &profile, self.device(), self.config)?;
         if candidates.layers.is_empty() {
             return Err(NoCache::NoLayer(candidates.refusals()));
         }

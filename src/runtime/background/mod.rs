@@ -76,7 +76,7 @@ fn new_cache(model: &Model, device: &Arc<HotDevice>) -> Arc<CacheHandle> {
     CacheHandle::new(
         device.clone(),
         model.layers().len(),
-        model.copied_bytes().clone(),
+        model.copied().clone(),
         model.refill().clone(),
         model.name().clone(),
     )

@@ -111,7 +111,7 @@ impl Partition {
         self.copies.iter().for_each(|&(_, slot)| state.end_copy(slot, has_landed));
         drop(state);
         if has_landed && !self.copies.is_empty() {
-            cache.handle.add_copied(self.copies.len() * cache.writer.expert_bytes());
+            cache.handle.add_copied(self.copies.len(), cache.writer.expert_bytes());
         }
     }
 }

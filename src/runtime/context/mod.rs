@@ -98,6 +98,7 @@ impl Context {
         let hits = || self.lanes.partition.served_hot().filter(|&hot| hot).count();
         self.lanes.watch.stop(graphs_built(), ids.ids().len(), hits);
         if let Some(model) = model.filter(|_| calls > 0) {
+            block.layer.times.add(self.lanes.watch.lanes_ns(), !self.lanes.partition.hot.is_empty());
             self.runtime.add_to_trace(model, &block.layer, ids);
             self.runtime.consider_fill(model, block.layer.counts.layer(), calls);
         }

@@ -1,5 +1,6 @@
 //! What all parts of one model's cache share: its device, its queue of fetches, and whether it is over.
 
+use super::copied::Copied;
 use super::fetch_queue::FetchQueue;
 use super::name::ModelName;
 use super::refill::Refill;
@@ -24,8 +25,8 @@ pub struct CacheHandle {
     pub n_layers: usize,
     /// Copies to be made.
     pub queue: Arc<FetchQueue>,
-    /// The model's count of bytes copied.
-    copied_bytes: Arc<AtomicU64>,
+    /// The model's count of copies.
+    copied: Arc<Copied>,
     /// Whether the model's cache is to be filled anew.
     refill: Arc<Refill>,
     name: Arc<ModelName>,
@@ -40,7 +41,7 @@ impl CacheHandle {
     pub fn new(
         device: Arc<HotDevice>,
         n_layers: usize,
-        copied_bytes: Arc<AtomicU64>,
+        copied: Arc<Copied>,
         refill: Arc<Refill>,
         name: Arc<ModelName>,
     ) -> Arc<Self> {
@@ -48,7 +49,7 @@ impl CacheHandle {
         device.register(&queue);
         let (idle, is_over) = (Mutex::default(), AtomicBool::new(false));
         let device_ns = [AtomicU64::new(u64::MAX), AtomicU64::new(u64::MAX)];
-        Arc::new(Self { device, n_layers, queue, copied_bytes, refill, name, idle, is_over, device_ns })
+        Arc::new(Self { device, n_layers, queue, copied, refill, name, idle, is_over, device_ns })
     }
 
     /// Whether it has ended, or its device has failed. Its memory goes back to the device.
@@ -68,9 +69,9 @@ impl CacheHandle {
         (ns != u64::MAX).then_some(ns as f64)
     }
 
-    /// Counts bytes that were copied to the device.
-    pub fn add_copied(&self, bytes: usize) {
-        self.copied_bytes.fetch_add(bytes as u64, Relaxed);
+    /// Counts experts that were copied to the device, each of so many bytes.
+    pub fn add_copied(&self, experts: usize, expert_bytes: usize) {
+        self.copied.add(experts, experts * expert_bytes);
     }
 
     /// Ends it. Its thread gives the memory back.

@@ -5,6 +5,7 @@ use super::layer_cache::LayerCache;
 use crate::ggml::{Graph, SharedWeights, Tensor};
 use crate::moe::{FfnTemplate, Shape};
 use crate::profile::LayerCounts;
+use crate::runtime::timing::LaneTimes;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// FFN templates of one layer that are remembered: each scale of an adapter makes another.
@@ -14,6 +15,8 @@ const MAX_TEMPLATES: usize = 8;
 pub struct Layer {
     /// Requests per expert.
     pub counts: LayerCounts,
+    /// What its lanes took.
+    pub times: LaneTimes,
     /// Experts per token.
     pub n_used: u32,
     /// Name of the weights whose MUL_MAT_ID stands for the layer: the first that appeared.
@@ -43,6 +46,7 @@ impl Layer {
         let info = LayerInfo { shape, tensors: Vec::new(), templates: Vec::new(), reason: None };
         Self {
             counts: LayerCounts::new(number, n_expert),
+            times: LaneTimes::default(),
             n_used,
             representative: weights.name().into_owned(),
             info: Mutex::new(info),

@@ -3,6 +3,7 @@
 //! A model is the set of our buffers that occur together in one context's graphs.
 
 pub mod cache_handle;
+pub mod copied;
 pub mod expert_tensor;
 pub mod fetch_queue;
 pub mod lane_cell;
@@ -19,6 +20,7 @@ use crate::profile::{
     Counts, ExpertShape, ModelId, ModelMismatchError, ModelShape, RecordedProfile, TensorId, combine_fingerprints,
 };
 use crate::units::layer_number;
+use copied::Copied;
 use expert_tensor::WeightKey;
 use lane_cell::LaneCell;
 use lane_request::LaneRequest;
@@ -27,8 +29,8 @@ use name::ModelName;
 use refill::Refill;
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 /// One model's layers and identity.
 #[derive(Default)]
@@ -38,7 +40,7 @@ pub struct Model {
     refill: Arc<Refill>,
     starting: StartingProfile,
     name: Arc<ModelName>,
-    copied_bytes: Arc<AtomicU64>,
+    copied: Arc<Copied>,
     contexts: Mutex<Contexts>,
 }
 
@@ -51,11 +53,17 @@ struct Contexts {
 
 /// The profile that a model's cache begins with. Whoever needs it first reads it: the thread that fills the cache, or the one
 /// that is about to save to the same file.
+///
+/// The user may put another in its place.
 #[derive(Default)]
 pub struct StartingProfile {
-    /// With whether it was recorded from another quantisation of the model.
-    profile: OnceLock<(RecordedProfile, bool)>,
+    profile: Mutex<Option<Starting>>,
     said_other_quantisation: AtomicBool,
+}
+
+struct Starting {
+    profile: Arc<RecordedProfile>,
+    is_other_quantisation: bool,
 }
 
 /// A profile to begin with that cannot serve.
@@ -70,34 +78,38 @@ pub enum UnusableProfile {
 }
 
 impl StartingProfile {
-    fn read(&self, path: &Path, model: &Model) -> Result<&RecordedProfile, UnusableProfile> {
+    fn read(&self, path: &Path, model: &Model) -> Result<Arc<RecordedProfile>, UnusableProfile> {
         if let Some(profile) = self.get() {
             return Ok(profile);
         }
-        let profile = RecordedProfile::read(path)?;
+        let profile = Arc::new(RecordedProfile::read(path)?);
         // The launcher has compared profile and model where it could; here is what is really loaded.
-        let other = profile.model.as_ref().filter(|recorded| !recorded.is_same_model(&model.id()));
-        if let Some(recorded) = other {
-            profile.check_other_quantisation(recorded, &model.shape()).map_err(UnusableProfile::OtherModel)?;
-        }
-        let is_other = other.is_some();
-        let (profile, _) = self.profile.get_or_init(|| (profile, is_other));
-        Ok(profile)
+        let is_other_quantisation = model.is_other_quantisation(&profile).map_err(UnusableProfile::OtherModel)?;
+        Ok(self.lock().get_or_insert(Starting { profile, is_other_quantisation }).profile.clone())
     }
 
     /// The profile, if one was read.
-    pub fn get(&self) -> Option<&RecordedProfile> {
-        self.profile.get().map(|(profile, _)| profile)
+    pub fn get(&self) -> Option<Arc<RecordedProfile>> {
+        self.lock().as_ref().map(|starting| starting.profile.clone())
     }
 
     /// Whether it was recorded from another quantisation of the model.
     pub fn is_other_quantisation(&self) -> bool {
-        self.profile.get().is_some_and(|(_, is_other)| *is_other)
+        self.lock().as_ref().is_some_and(|starting| starting.is_other_quantisation)
     }
 
     /// The same, but true only once.
     pub fn must_tell_other_quantisation(&self) -> bool {
         self.is_other_quantisation() && !self.said_other_quantisation.swap(true, Relaxed)
+    }
+
+    /// Puts another in its place: the next fill begins with it.
+    pub fn replace(&self, profile: Arc<RecordedProfile>, is_other_quantisation: bool) {
+        *self.lock() = Some(Starting { profile, is_other_quantisation });
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<Starting>> {
+        self.profile.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -185,8 +197,16 @@ impl Model {
 
     /// The profile that its cache begins with, read from `path` unless it has been read before: the file holds what this process
     /// has saved since.
-    pub fn start_from(&self, path: &Path) -> Result<&RecordedProfile, UnusableProfile> {
+    pub fn start_from(&self, path: &Path) -> Result<Arc<RecordedProfile>, UnusableProfile> {
         self.starting.read(path, self)
+    }
+
+    /// Whether a profile was recorded from another quantisation of it; fails if it was recorded from another model.
+    pub fn is_other_quantisation(&self, profile: &RecordedProfile) -> Result<bool, ModelMismatchError> {
+        match profile.model.as_ref().filter(|recorded| !recorded.is_same_model(&self.id())) {
+            Some(recorded) => profile.check_other_quantisation(recorded, &self.shape()).map(|()| true),
+            None => Ok(false),
+        }
     }
 
     /// The profile that its cache began with.
@@ -248,9 +268,9 @@ impl Model {
         self.layers().iter().map(|layer| layer.counts.calls()).sum()
     }
 
-    /// Counts bytes that were copied to a device.
-    pub fn copied_bytes(&self) -> &Arc<AtomicU64> {
-        &self.copied_bytes
+    /// Counts what was copied to a device.
+    pub fn copied(&self) -> &Arc<Copied> {
+        &self.copied
     }
 
     /// Calls and requests of all layers so far.
@@ -262,7 +282,7 @@ impl Model {
             calls: counts.iter().map(Counts::calls).sum(),
             requests: counts.iter().flat_map(Counts::experts).sum(),
             hits: counts.iter().flat_map(|counts| counts.hot.iter()).sum(),
-            copied_bytes: self.copied_bytes.load(Relaxed),
+            copied_bytes: self.copied.bytes(),
         }
     }
 }

@@ -59,6 +59,12 @@ impl Refill {
         }
     }
 
+    /// Asks for another fill because the user wants one: as often as he does.
+    pub fn want_again(&self) {
+        self.is_new.store(true, Relaxed);
+        self.is_wanted.store(true, Relaxed);
+    }
+
     /// Whether the cache is still to be filled.
     pub fn is_wanted(&self) -> bool {
         self.is_wanted.load(Relaxed)

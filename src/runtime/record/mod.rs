@@ -73,7 +73,7 @@ impl Profiles {
             sink.save_beside(asked, model.calls(), made, &self.is_recording_failing);
         } else {
             let or_of = if is_both { began_with(model, models) } else { None };
-            sink.save(asked, or_of, model.calls(), made, &self.is_recording_failing);
+            sink.save(asked, or_of.as_ref(), model.calls(), made, &self.is_recording_failing);
         }
     }
 
@@ -89,7 +89,7 @@ impl Profiles {
         }
         if let Some(sink) = sink {
             let made = || profile::learnt(config, model);
-            sink.save_in_place(path, Some(began_with), model.calls(), made, &self.is_learnt_failing);
+            sink.save_in_place(path, Some(&began_with), model.calls(), made, &self.is_learnt_failing);
         }
     }
 
@@ -112,8 +112,8 @@ fn is_one_file(config: &Config) -> bool {
 /// The model that the profile is of which a model's cache began with, if what is learnt may take that profile's place.
 ///
 /// Not so where the profile is of another quantisation that is loaded too, such as the model whose draft this is.
-fn began_with<'a>(model: &'a Model, models: &[Arc<Model>]) -> Option<&'a ModelId> {
-    let recorded = model.starting().get()?.model.as_ref()?;
+fn began_with(model: &Model, models: &[Arc<Model>]) -> Option<ModelId> {
+    let recorded = model.starting().get()?.model.clone()?;
     let is_of = |other: &Arc<Model>| recorded.is_same_model(&other.id());
     let is_anothers = model.starting().is_other_quantisation() && models.iter().any(is_of);
     (!is_anothers).then_some(recorded)

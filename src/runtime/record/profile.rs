@@ -3,7 +3,7 @@
 use crate::options::Config;
 use crate::profile::{
     BatchCounts, Count, Counter, Counts, LayerPerf, LayerRecord, MoeHot, Profile, RecordedLayer, RecordedProfile,
-    SCHEMA, Summary, combine_fingerprints, ratio,
+    SCHEMA, Summary, combine_fingerprints, ratio, without_zeros,
 };
 use crate::runtime::model::layer::Layer;
 use crate::runtime::model::{Model, Tensors, model_id};
@@ -19,7 +19,7 @@ pub fn recorded(config: &Config, model: &Model) -> Profile {
     layers.sort_by_key(|layer| layer.counts.layer());
     let counts: Vec<_> = layers.iter().map(|layer| layer.counts.snapshot()).collect();
     let with_counts = || layers.iter().zip(&counts);
-    let perf: Vec<_> = with_counts().map(|(layer, counts)| layer_perf(layer.counts.layer(), counts)).collect();
+    let perf: Vec<_> = with_counts().map(|(layer, counts)| LayerPerf::of(layer.counts.layer(), counts)).collect();
     let layer_calls = perf.iter().map(|layer| layer.calls).sum();
     let hot: u64 = perf.iter().map(|layer| layer.hot_slots_total).sum();
     let cold: u64 = perf.iter().map(|layer| layer.cold_slots_total).sum();
@@ -58,18 +58,8 @@ fn layer_record(layer: &Layer, counts: &Counts, tensors: &Tensors) -> LayerRecor
     }
 }
 
-fn layer_perf(number: u32, counts: &Counts) -> LayerPerf {
-    let hot = counts.hot.iter().copied();
-    let cold = counts.experts().zip(hot.clone()).map(|(all, hot)| all.saturating_sub(hot));
-    LayerPerf::new(number, counts.calls(), without_zeros(hot), without_zeros(cold), without_zeros(counts.experts()))
-}
-
 fn batch_counts(counter: &Counter) -> BatchCounts {
     BatchCounts { calls: counter.calls, experts: without_zeros(counter.experts.iter().copied()) }
-}
-
-fn without_zeros(counts: impl IntoIterator<Item = u64>) -> Vec<(u32, u64)> {
-    (0..).zip(counts).filter(|&(_, count)| count > 0).collect()
 }
 
 /// Counts of this session and, decayed, of those before; ranks, and who is resident now.
@@ -77,7 +67,8 @@ fn without_zeros(counts: impl IntoIterator<Item = u64>) -> Vec<(u32, u64)> {
 /// What an earlier session knew of layers that have not been computed, or have no cache now, is kept.
 pub fn learnt(config: &Config, model: &Model) -> Profile {
     let mut profile = recorded(config, model);
-    let earlier = model.starting().get();
+    let starting = model.starting().get();
+    let earlier = starting.as_deref();
     for layer in &mut profile.layers {
         if let Some(earlier) = earlier.and_then(|demand| demand.layers.get(&layer.layer)) {
             add_earlier(layer, earlier);
