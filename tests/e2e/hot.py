@@ -4,11 +4,11 @@
 three times; without it a thread fills them while decoding goes on.
 """
 
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from experts_json import Profile
 from fake import FAKE_DEVICE, fake_environment, read_stats
 from paths import PLUGIN
 from probe import Probe, Result
@@ -156,4 +156,5 @@ class Hot:
 
 
 def experts_per_layer(profile: Path) -> int:
-    return Profile.read(profile).raw["n_expert"]
+    """Whatever has been learnt into it since."""
+    return json.loads(profile.read_text())["n_expert"]
