@@ -25,6 +25,8 @@ const PATCHED_PROGRAMS: [&str; 4] = ["llama-server", "llama-cli", "llama-complet
 const PATCHED_FOLDERS: [&str; 3] = ["common", "tools/server", "tools/llama-bench"];
 const PATCHES: &str = "ggml-hooks/patches";
 const GLUE: &str = "ggml-hooks/glue";
+/// The page that the server shows.
+const PAGE: &str = "ggml-hooks/page.html";
 /// The plugin's file name.
 const PLUGIN: &str = "libggml_moe_hot.so";
 /// Names another folder than `build/patched`.
@@ -54,7 +56,7 @@ pub fn build_stock(root: &Path) -> Result<()> {
 
 /// The patched programs, linked with what `build_stock` has made.
 pub fn build_patched(root: &Path) -> Result<()> {
-    for input in [PATCHES, GLUE, "ggml-hooks/patched.cmake", "ggml-hooks/llama.rs"] {
+    for input in [PATCHES, GLUE, PAGE, "ggml-hooks/patched.cmake", "ggml-hooks/llama.rs"] {
         println!("cargo:rerun-if-changed={input}");
     }
     println!("cargo:rerun-if-env-changed={OTHER_FOLDER}");
@@ -65,11 +67,14 @@ pub fn build_patched(root: &Path) -> Result<()> {
 
     let glue = folder.join("glue");
     fs::create_dir_all(&glue)?;
+    let page = fs::read_to_string(root.join(PAGE)).with_context(|| format!("reading {PAGE}"))?;
+    fs::write(glue.join("page.inc"), format!("R\"moe_hot_page({page})moe_hot_page\""))?;
     cc::Build::new()
         .cpp(true)
         .std("c++17")
         .file(root.join(GLUE).join("moe-hot.cpp"))
         .includes(["common", "include", "ggml/include", "vendor"].map(|part| tree.join(part)))
+        .include(&glue)
         .out_dir(&glue)
         .cargo_metadata(false)
         .try_compile("moe_hot_glue")?;

@@ -36,8 +36,6 @@ struct moe_hot_api_v1 {
     // Lines for Prometheus.
     char * (*metrics)(void);
     void (*totals)(struct moe_hot_totals * totals);
-    // The page that shows all this; it stays.
-    const char * (*page)(void);
     void (*free_text)(char * text);
 };
 

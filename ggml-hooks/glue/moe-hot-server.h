@@ -40,9 +40,10 @@ inline void moe_hot_add_routes(server_http_context & http, const std::function<s
             return res;
         };
     };
-    const server_http_context::handler_t page = [fail](const server_http_req &) -> server_http_res_ptr {
+    const bool in_router = bool(proxy_get);
+    const server_http_context::handler_t page = [fail, in_router](const server_http_req &) -> server_http_res_ptr {
         auto res = std::make_unique<server_http_res>();
-        res->data = moe_hot_page();
+        res->data = moe_hot_page(in_router);
         if (res->data.empty()) {
             fail(*res, NOT_IN_USE, ERROR_TYPE_NOT_SUPPORTED);
         } else {
@@ -53,5 +54,6 @@ inline void moe_hot_add_routes(server_http_context & http, const std::function<s
     http.get ("/moe-layer-perf", wrap(proxy_get  ? proxy_get  : ask("snapshot")));
     http.post("/moe-layer-perf", wrap(proxy_post ? proxy_post : ask("mode")));
     http.post("/moe-hot-cache",  wrap(proxy_post ? proxy_post : ask("profile")));
-    http.get ("/moe", wrap(proxy_get  ? proxy_get  : page));
+    // A router shows it itself: it needs no key, and must not have a child loaded.
+    http.get ("/moe", wrap(page));
 }

@@ -284,8 +284,11 @@ bool moe_hot_ask(const char * what, const std::string & body, std::string & answ
     return true;
 }
 
-std::string moe_hot_page() {
-    return api() ? api()->page() : "";
+std::string moe_hot_page(bool in_router) {
+    static const char * const page =
+#include "page.inc"
+        ;
+    return in_router || api() ? page : "";
 }
 
 bool moe_hot_bench_arg(int argc, char ** argv, int & i) {

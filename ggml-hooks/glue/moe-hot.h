@@ -46,7 +46,7 @@ std::string moe_hot_metrics();
 // What an endpoint answers: `what` is snapshot, mode or profile. False without the plugin.
 bool moe_hot_ask(const char * what, const std::string & body, std::string & answer);
 // The page.
-std::string moe_hot_page();
+std::string moe_hot_page(bool in_router);
 
 // llama-bench has a parser of its own.
 bool moe_hot_bench_arg(int argc, char ** argv, int & i);

@@ -7,13 +7,6 @@ use crate::runtime::runtime;
 use std::ffi::{CStr, CString, c_char, c_void};
 use std::ptr::null_mut;
 
-/// The page, with the NUL that C wants.
-const PAGE: &CStr =
-    match CStr::from_bytes_with_nul(concat!(include_str!("../../ggml-hooks/page.html"), "\0").as_bytes()) {
-        Ok(page) => page,
-        Err(_) => c"",
-    };
-
 static API: sys::moe_hot_api_v1 = sys::moe_hot_api_v1 {
     version: sys::MOE_HOT_API_VERSION,
     size: size_of::<sys::moe_hot_api_v1>(),
@@ -23,7 +16,6 @@ static API: sys::moe_hot_api_v1 = sys::moe_hot_api_v1 {
     apply_profile: Some(apply_profile),
     metrics: Some(metrics),
     totals: Some(totals),
-    page: Some(page),
     free_text: Some(free_text),
 };
 
@@ -82,10 +74,6 @@ unsafe extern "C" fn totals(totals: *mut sys::moe_hot_totals) {
     });
 }
 
-unsafe extern "C" fn page() -> *const c_char {
-    PAGE.as_ptr()
-}
-
 unsafe extern "C" fn free_text(text: *mut c_char) {
     guard("freeing a text", (), || {
         if !text.is_null() {
@@ -125,7 +113,6 @@ mod tests {
             let mut sums = sys::moe_hot_totals { requests: 1, hits: 1 };
             totals(&raw mut sums);
             assert_eq!((sums.requests, sums.hits), (0, 0));
-            assert!(CStr::from_ptr(page()).to_str().unwrap().starts_with("<!doctype html>"));
             free_text(null_mut());
         }
     }

@@ -238,10 +238,13 @@ impl Runtime {
         if !self.caches() {
             return Err(ControlError::Unsupported(self.cache_view().why));
         }
+        if self.has_device_failed() {
+            return Err(ControlError::Unavailable(self.cache_view().why));
+        }
         let saved = request.save_to_disk.then(|| replace_keeping_old(path, &text)).transpose();
         let old_kept_as = saved.map_err(|error| ControlError::Internal(error.to_string()))?;
         for (model, is_other_quantisation) in fitting {
-            model.starting().replace(profile.clone(), is_other_quantisation);
+            model.starting().replace(profile.clone(), is_other_quantisation, request.save_to_disk);
             self.end_caches_of(model);
             model.refill().want_again();
         }

@@ -114,6 +114,11 @@ impl Runtime {
         self.config.caches() && self.hot_device().is_ok()
     }
 
+    /// Whether the hot device has been given up.
+    pub(super) fn has_device_failed(&self) -> bool {
+        self.hot_device().as_ref().is_ok_and(|device| device.is_off())
+    }
+
     fn hot_device(&self) -> &Result<Arc<HotDevice>, NoDevice> {
         self.hot_device.get_or_init(|| HotDevice::choose(&self.config))
     }

@@ -11,7 +11,7 @@ import requests
 import paths
 from conftest import shipped_model
 from experts_json import Profile
-from fake import FAKE_DEVICE
+from fake import FAKE_DEVICE, fake_environment
 from models import generated
 from patched import needs_build
 from patched_server import KEY, N_EXPERT, N_LAYERS, SLOTS, call, complete, serve, serve_with_cache
@@ -182,6 +182,24 @@ def test_a_profile_is_applied_while_the_server_runs(tmp_path, own_profile):
         server.stop()
 
 
+def test_what_is_learnt_after_a_profile_was_applied_is_added_to_the_file(tmp_path, own_profile):
+    """Not to the one that was applied, which the file does not hold."""
+    earlier = Profile.read(own_profile)
+    few = json.loads(own_profile.read_text())
+    for layer in few["layers"]:
+        layer["experts"] = layer["experts"][:1]
+    learning = fake_environment(LLAMA_ARG_MOE_HOT_CACHE_MAX_MIB="64")
+    with serve_with_cache(tmp_path, own_profile, environment=learning) as server:
+        complete(server, 30)
+        assert call(server, "POST", CACHE, few).status_code == 200
+        complete(server, 30)
+        server.stop()
+    learnt = json.loads(own_profile.read_text())
+    asked_for = {layer["layer"]: {n for n, _ in layer["experts"]} for layer in learnt["layers"]}
+    assert all({n for n, _ in layer["experts"]} <= asked_for[layer["layer"]] for layer in earlier.raw["layers"])
+    assert learnt != few
+
+
 def test_fifty_calls_at_once_while_tokens_are_decoded(tmp_path, own_profile):
     new = reversed_profile(own_profile)
     calls = [
@@ -261,6 +279,13 @@ def test_a_routers_children_have_options_and_endpoints_of_their_own(tmp_path):
             assert call(server, "POST", PERF, {"mode": "off", "model": name}).json()["mode"] == "off"
             assert call(server, "GET", f"/moe?model={name}").text.startswith("<!doctype html>")
         assert call(server, "GET", PERF).status_code == 400, "which model?"
+        assert "moe_hot" not in Path(f"/proc/{server.child.pid}/maps").read_text(), "the router needs no plugin"
+        server.stop()
+    with serve(tmp_path, "--models-preset", preset, "--api-key", KEY, environment=stock_environment()) as server:
+        page = call(server, "GET", "/moe?model=main&autoload=1")
+        assert page.status_code == 200 and page.text.startswith("<!doctype html>")
+        states = call(server, "GET", "/models", Authorization=f"Bearer {KEY}").json()["data"]
+        assert all(model["status"]["value"] == "unloaded" for model in states), "without the key nothing is loaded"
         assert "moe_hot" not in Path(f"/proc/{server.child.pid}/maps").read_text(), "the router needs no plugin"
         server.stop()
     assert all(Profile.read(file).raw["layers"] for file in files.values())

@@ -124,8 +124,14 @@ impl CopyEngine for CudaEngine {
     fn wait(&mut self, timeout: Duration) -> Option<(u64, Outcome)> {
         let queue = &mut *self.0;
         let left = queue.timeout.saturating_sub(queue.in_flight.front()?.since.elapsed());
+        let pieces_ended = queue.pieces_ended;
         let ended = queue.oldest_has_ended(timeout.min(left));
-        if matches!(ended, Ok(false)) && timeout < left {
+        let has_advanced = queue.pieces_ended > pieces_ended;
+        if matches!(ended, Ok(false)) && (timeout < left || has_advanced) {
+            if let Some(oldest) = queue.in_flight.front_mut().filter(|_| has_advanced) {
+                // What advances is not lost, however long this process was stopped meanwhile.
+                oldest.since = Instant::now();
+            }
             return None;
         }
         let oldest = queue.in_flight.pop_front()?;

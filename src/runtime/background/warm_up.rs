@@ -140,7 +140,11 @@ impl WarmUp {
             // The old memory goes before the new one comes.
             drop(lane);
         }
-        match self.new_lane(cell, scratch)? {
+        let memory = self.cache.device.memory().clone();
+        let planning = memory.begin_planning();
+        let made = self.new_lane(cell, scratch)?;
+        drop(planning);
+        match made {
             Some(lane) => Ok((lane, loan)),
             None => Err(self.no_room(cell)),
         }

@@ -57,10 +57,19 @@ struct Contexts {
 /// The user may put another in its place.
 #[derive(Default)]
 pub struct StartingProfile {
-    profile: Mutex<Option<Starting>>,
+    known: Mutex<Known>,
     said_other_quantisation: AtomicBool,
 }
 
+#[derive(Default)]
+struct Known {
+    /// What the next fill begins with.
+    current: Option<Starting>,
+    /// What the file held, or was given since: what is learnt is added to this, and goes into the file.
+    in_file: Option<Starting>,
+}
+
+#[derive(Clone)]
 struct Starting {
     profile: Arc<RecordedProfile>,
     is_other_quantisation: bool,
@@ -85,31 +94,41 @@ impl StartingProfile {
         let profile = Arc::new(RecordedProfile::read(path)?);
         // The launcher has compared profile and model where it could; here is what is really loaded.
         let is_other_quantisation = model.is_other_quantisation(&profile).map_err(UnusableProfile::OtherModel)?;
-        Ok(self.lock().get_or_insert(Starting { profile, is_other_quantisation }).profile.clone())
+        let mut known = self.lock();
+        let starting = Starting { profile, is_other_quantisation };
+        known.in_file.get_or_insert_with(|| starting.clone());
+        Ok(known.current.get_or_insert(starting).profile.clone())
     }
 
     /// The profile, if one was read.
     pub fn get(&self) -> Option<Arc<RecordedProfile>> {
-        self.lock().as_ref().map(|starting| starting.profile.clone())
+        self.lock().current.as_ref().map(|starting| starting.profile.clone())
     }
 
-    /// Whether it was recorded from another quantisation of the model.
-    pub fn is_other_quantisation(&self) -> bool {
-        self.lock().as_ref().is_some_and(|starting| starting.is_other_quantisation)
+    /// The profile that the file holds, as of the start or of the last one that the user has put there, and whether it is of
+    /// another quantisation of the model.
+    pub fn in_file(&self) -> Option<(Arc<RecordedProfile>, bool)> {
+        self.lock().in_file.as_ref().map(|starting| (starting.profile.clone(), starting.is_other_quantisation))
     }
 
-    /// The same, but true only once.
+    /// Whether it is of another quantisation of the model, which nobody has been told yet.
     pub fn must_tell_other_quantisation(&self) -> bool {
-        self.is_other_quantisation() && !self.said_other_quantisation.swap(true, Relaxed)
+        let is_other = self.lock().current.as_ref().is_some_and(|starting| starting.is_other_quantisation);
+        is_other && !self.said_other_quantisation.swap(true, Relaxed)
     }
 
-    /// Puts another in its place: the next fill begins with it.
-    pub fn replace(&self, profile: Arc<RecordedProfile>, is_other_quantisation: bool) {
-        *self.lock() = Some(Starting { profile, is_other_quantisation });
+    /// Puts another in its place: the next fill begins with it. `is_in_file`: the file holds it too.
+    pub fn replace(&self, profile: Arc<RecordedProfile>, is_other_quantisation: bool, is_in_file: bool) {
+        let mut known = self.lock();
+        let starting = Starting { profile, is_other_quantisation };
+        if is_in_file {
+            known.in_file = Some(starting.clone());
+        }
+        known.current = Some(starting);
     }
 
-    fn lock(&self) -> MutexGuard<'_, Option<Starting>> {
-        self.profile.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, Known> {
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

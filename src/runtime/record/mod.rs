@@ -113,9 +113,10 @@ fn is_one_file(config: &Config) -> bool {
 ///
 /// Not so where the profile is of another quantisation that is loaded too, such as the model whose draft this is.
 fn began_with(model: &Model, models: &[Arc<Model>]) -> Option<ModelId> {
-    let recorded = model.starting().get()?.model.clone()?;
+    let (profile, is_other_quantisation) = model.starting().in_file()?;
+    let recorded = profile.model.clone()?;
     let is_of = |other: &Arc<Model>| recorded.is_same_model(&other.id());
-    let is_anothers = model.starting().is_other_quantisation() && models.iter().any(is_of);
+    let is_anothers = is_other_quantisation && models.iter().any(is_of);
     (!is_anothers).then_some(recorded)
 }
 

@@ -67,8 +67,8 @@ fn batch_counts(counter: &Counter) -> BatchCounts {
 /// What an earlier session knew of layers that have not been computed, or have no cache now, is kept.
 pub fn learnt(config: &Config, model: &Model) -> Profile {
     let mut profile = recorded(config, model);
-    let starting = model.starting().get();
-    let earlier = starting.as_deref();
+    let in_file = model.starting().in_file();
+    let earlier = in_file.as_ref().map(|(profile, _)| &**profile);
     for layer in &mut profile.layers {
         if let Some(earlier) = earlier.and_then(|demand| demand.layers.get(&layer.layer)) {
             add_earlier(layer, earlier);
