@@ -45,6 +45,11 @@ fn released(cache: &LayerCache) -> bool {
     (0..3).all(|expert| cache.state().slots.is_unused(Expert(expert)))
 }
 
+/// The device takes experts while a token waits.
+fn can_copy() -> bool {
+    true
+}
+
 #[test]
 fn resident_experts_go_to_the_device_and_the_others_to_the_cpu() {
     let (cache, mut partition) = (learning(), Partition::default());
@@ -79,7 +84,7 @@ fn an_expert_that_is_being_copied_is_a_miss() {
 fn a_miss_is_copied_first_where_the_rule_says_so_and_serves_once_it_has_landed() {
     for has_landed in [true, false] {
         let (cache, mut partition) = (learning(), Partition::default());
-        partition.set(&ids(&[1, 5], 1), &cache, MissRule::Copy, || true);
+        partition.set(&ids(&[1, 5], 1), &cache, MissRule::Copy, can_copy);
         assert_eq!((partition.hot.len(), partition.cold.len(), partition.copies.len()), (2, 0, 1));
         assert_eq!(partition.served_hot().collect::<Vec<_>>(), [true, false], "a copied miss is no hit");
         assert!(cache.state().slots.resident(Expert(5)).is_none(), "not before it has landed");
@@ -92,7 +97,7 @@ fn a_miss_is_copied_first_where_the_rule_says_so_and_serves_once_it_has_landed()
 fn a_call_that_is_cancelled_leaves_no_slot_taken() {
     let (cache, mut partition) = (learning(), Partition::default());
     let n_free = cache.state().slots.n_free();
-    partition.set(&ids(&[1, 5], 1), &cache, MissRule::Copy, || true);
+    partition.set(&ids(&[1, 5], 1), &cache, MissRule::Copy, can_copy);
     assert_eq!(partition.copies.len(), 1);
     partition.cancel(&cache);
     let slots = &cache.state().slots;
@@ -119,7 +124,7 @@ fn nothing_is_copied_while_a_token_waits_where_it_cannot_be() {
 fn auto_leaves_misses_to_the_cpu_until_copies_were_timed_and_then_shares_them() {
     let (cache, mut partition) = (learning(), Partition::default());
     let miss = ids(&[5], 1);
-    partition.set(&miss, &cache, MissRule::Auto, || true);
+    partition.set(&miss, &cache, MissRule::Auto, can_copy);
     assert_eq!(partition.copies.len(), 0);
     {
         let mut costs = cache.handle.device.costs();
@@ -133,7 +138,7 @@ fn auto_leaves_misses_to_the_cpu_until_copies_were_timed_and_then_shares_them() 
         });
         costs.learn_background(0.0, Some(1e3));
     }
-    partition.set(&miss, &cache, MissRule::Auto, || true);
+    partition.set(&miss, &cache, MissRule::Auto, can_copy);
     assert_eq!(partition.copies.len(), 1);
 }
 
