@@ -19,7 +19,7 @@ const MAY_USE: &[(&str, &[&str])] = &[
     ("device", &["ggml", "units", "error"]),
     ("lanes", &["ggml", "moe", "device", "units", "error"]),
     ("cache", &["units", "error"]),
-    ("profile", &["files", "units", "error"]),
+    ("profile", &["files", "gguf", "units", "error"]),
     ("trace", &["units", "error"]),
     ("replay", &["cache", "trace", "units", "error"]),
     (

@@ -82,6 +82,8 @@ struct Class {
     n_calls: u32,
     /// Calls that the device had a part in.
     n_on_device: u32,
+    /// Calls in a row in which the device would have had more to do than it can in time.
+    n_too_large: u32,
 }
 
 impl Class {
@@ -163,6 +165,7 @@ impl RegressionGuard {
     pub fn was_partitioned(&mut self, n_tokens: usize, ns: f64, is_filled: bool) -> Option<Loss> {
         let class = self.class(n_tokens);
         class.n_on_device = class.n_on_device.saturating_add(1);
+        class.n_too_large = 0;
         let cold_ns = class.cold.mean;
         self.pay(n_tokens, MAX_LOSS * ns - (ns - cold_ns));
         if !is_filled {
@@ -178,6 +181,21 @@ impl RegressionGuard {
         }
         let ours_ns = class.ours.mean;
         Some(self.loss(n_tokens, ours_ns))
+    }
+
+    /// From how many nanoseconds on the device alone is far slower than an all-cold call; `None`: not known yet.
+    pub fn limit_ns(&mut self, n_tokens: usize) -> Option<f64> {
+        let cold = &self.class(n_tokens).cold;
+        (cold.n >= FEW_CALLS).then_some(FAR_SLOWER * cold.mean)
+    }
+
+    /// A call was computed all-cold, since the device would have taken at least so long. `Some` if that has been so for many
+    /// calls in a row; it is told once.
+    pub fn was_too_large(&mut self, n_tokens: usize, ns: f64) -> Option<Loss> {
+        let class = self.class(n_tokens);
+        class.n_too_large += 1;
+        let is_usual = f64::from(class.n_too_large) >= MIN_CALLS;
+        (is_usual && !class.is_off).then(|| self.loss(n_tokens, ns))
     }
 
     /// The device alone takes at least so long for a call, as was measured before any token used it. `Some` if that is far
@@ -310,6 +328,25 @@ mod tests {
         assert_eq!((loss.ours_ns, loss.cold_ns.round()), (10.0 * COLD_NS, COLD_NS));
         assert!((0..100).all(|_| !guard.may_use_device(1, N_LAYERS)));
         assert_eq!(guard.device_takes(1, 10.0 * COLD_NS), None, "told once");
+    }
+
+    #[test]
+    fn a_device_that_is_too_slow_for_most_calls_is_given_up() {
+        let mut guard = RegressionGuard::default();
+        assert_eq!(guard.limit_ns(4), None);
+        (0..10).for_each(|_| guard.was_cold(4, COLD_NS));
+        assert_eq!((guard.limit_ns(1), guard.limit_ns(4)), (None, Some(FAR_SLOWER * COLD_NS)));
+        let mut too_large = |n: usize| (0..n).find_map(|_| guard.was_too_large(4, 2.0 * COLD_NS));
+        assert_eq!(too_large(23), None);
+        assert_eq!(too_large(1).map(|loss| loss.ours_ns), Some(2.0 * COLD_NS));
+        assert_eq!(too_large(100), None, "told once");
+        let mut guard = RegressionGuard::default();
+        for n in 0..500 {
+            assert_eq!(guard.was_too_large(4, 2.0 * COLD_NS), None);
+            if n % 20 == 0 {
+                guard.was_partitioned(4, COLD_NS, false);
+            }
+        }
     }
 
     #[test]

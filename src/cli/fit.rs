@@ -129,6 +129,7 @@ fn raise(given: &str, position: Option<usize>, extra: u64) -> Option<Vec<u64>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::options::CacheProfile;
     use crate::options::host::Source;
     use std::ffi::OsString;
 
@@ -139,7 +140,7 @@ mod tests {
     fn config(max_mib: Option<Budget>, device: Option<&str>) -> Config {
         let none = Config::from_lookup(|_| None);
         let max_mib = max_mib.unwrap_or_default();
-        Config { hot_cache: Some("e".into()), max_mib, device: device.map(Into::into), ..none }
+        Config { hot_cache: Some(CacheProfile::Auto), max_mib, device: device.map(Into::into), ..none }
     }
 
     fn settings(text: &str) -> Settings {

@@ -6,7 +6,9 @@ use super::same_model::RecordedFrom;
 use crate::gguf::ModelFile;
 use crate::options::host::{self, MOE_CACHE_MIB, Syntax, spelling};
 use crate::options::launcher;
-use crate::options::{Config, HOT_CACHE, InvalidVariable, Kind, OPTIONS, OptionSpec, PERF_OUT, TRACE_OUT};
+use crate::options::{
+    CacheProfile, Config, HOT_CACHE, InvalidVariable, Kind, OPTIONS, OptionSpec, PERF_OUT, TRACE_OUT,
+};
 use anyhow::{Context, Result, anyhow};
 use clap::builder::{NonEmptyStringValueParser, PathBufValueParser, TypedValueParser, ValueParser};
 use clap::{Arg, Command};
@@ -66,7 +68,7 @@ impl Flags {
             let checked = match *option {
                 option if *option == PERF_OUT => own_files::profile_to_write(path),
                 option if *option == TRACE_OUT => own_files::trace_to_write(path),
-                option if *option == HOT_CACHE => {
+                option if *option == HOT_CACHE && value.as_os_str() != CacheProfile::AUTO => {
                     own_files::profile_to_read(path, model, learns).map(|(path, from)| {
                         said_quantisation = from == RecordedFrom::OtherQuantisation;
                         path
@@ -77,7 +79,8 @@ impl Flags {
             *value = checked.context(option.flag).map_err(named_by_user)?.into_os_string();
         }
         own_files::check_apart(&self.config()).or_input()?;
-        self.from_launcher = launcher::facts(said_quantisation);
+        let file = model.filter(|_| self.config().hot_cache == Some(CacheProfile::Auto)).map(ModelFile::path);
+        self.from_launcher = launcher::facts(said_quantisation, file.and_then(|file| std::path::absolute(file).ok()));
         Ok(())
     }
 

@@ -1,9 +1,8 @@
 //! Whether a profile is of the model it is to be used with, or of another quantisation of it.
 
 use crate::gguf::ModelFile;
-use crate::profile::{ModelId, ModelMismatchError, ModelShape, RecordedProfile, TensorId};
+use crate::profile::{ModelId, ModelMismatchError, ModelShape, RecordedProfile, fingerprint_in_file};
 use crate::units::layer_number;
-use std::cell::OnceCell;
 use std::collections::BTreeMap;
 use std::io;
 use std::path::PathBuf;
@@ -60,7 +59,7 @@ pub fn check_model(profile: &RecordedProfile, model: &ModelFile) -> Result<Recor
 fn has_tensors(model: &ModelFile, recorded: &ModelId) -> io::Result<bool> {
     let mut is_any = false;
     for (name, theirs) in &recorded.tensors {
-        let Some(ours) = fingerprint(model, name)? else { continue };
+        let Some(ours) = fingerprint_in_file(model, name)? else { continue };
         if ours != *theirs {
             return Ok(false);
         }
@@ -115,23 +114,6 @@ fn same_number(place: String, ours: u64, theirs: u32) -> Result<(), ModelMismatc
     if ours == u64::from(theirs) { Ok(()) } else { Err(ModelMismatchError::Experts { place, ours, theirs }) }
 }
 
-/// What the plugin will find to be the fingerprint of the model's tensor `name`. `None` if there is no such tensor.
-///
-/// Fails if its data cannot be read.
-fn fingerprint(model: &ModelFile, name: &str) -> io::Result<Option<String>> {
-    let Some(tensor) = model.tensor(name) else { return Ok(None) };
-    let n_bytes = usize::try_from(tensor.info.n_bytes).map_err(io::Error::other)?;
-    let failed = OnceCell::new();
-    let read = |offset: usize, len: usize| {
-        let mut bytes = vec![0; len]; // a sample
-        let read = tensor.read_exact_at(&mut bytes, offset as u64);
-        read.map_err(|error| failed.set(error)).ok().map(|()| bytes)
-    };
-    let id = TensorId { name, type_name: tensor.info.kind.name, shape: tensor.info.shape, n_bytes };
-    let fingerprint = id.fingerprint(read);
-    failed.into_inner().map_or(Ok(Some(fingerprint)), Err)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -160,7 +142,7 @@ mod tests {
     #[test]
     fn recorded_tensors_decide_whether_it_is_the_same_model() {
         let tensors = |model: &ModelFile| -> serde_json::Map<_, _> {
-            let id = |name: &str| fingerprint(model, name).unwrap().unwrap();
+            let id = |name: &str| fingerprint_in_file(model, name).unwrap().unwrap();
             model.experts().map(|tensor| (tensor.name.to_owned(), id(tensor.name).into())).collect()
         };
         let of = |recorded: &ModelFile| {
@@ -206,8 +188,8 @@ mod tests {
         let file = moe(1, 4).finish(1);
         fs::write(&path, &file[..file.len() - 40]).unwrap();
         let model = ModelFile::open(&path).unwrap();
-        assert!(fingerprint(&model, "blk.0.ffn_up_exps.weight").is_err());
-        assert_eq!(fingerprint(&model, "blk.7.ffn_up_exps.weight").unwrap(), None);
+        assert!(fingerprint_in_file(&model, "blk.0.ffn_up_exps.weight").is_err());
+        assert_eq!(fingerprint_in_file(&model, "blk.7.ffn_up_exps.weight").unwrap(), None);
     }
 
     /// A fingerprint holds the type's name, so the launcher and the plugin must agree on it.

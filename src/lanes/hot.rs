@@ -32,6 +32,8 @@ pub struct HotLane {
     /// Both ends of what was copied while a token waited, read back.
     probes: Option<HostBlock>,
     layers: Vec<HotLayer>,
+    /// The smallest graph of any layer that took too long, for one token and for several.
+    too_slow: [Option<TooSlow>; 2],
     /// Dropped last: the fields above may still be in use on the device.
     backend: Backend,
 }
@@ -45,8 +47,17 @@ struct HotLayer {
     /// Most requests of one call.
     max_rows: usize,
     graphs: PreparedGraphs,
-    /// Which graphs have been computed once.
-    is_warm: [bool; 2],
+    /// Rows of the largest graph that has been computed once, for one token and for several; `None`: not looked at yet.
+    warm_rows: [Option<usize>; 2],
+}
+
+/// A graph that takes longer than it may.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TooSlow {
+    /// Its rows.
+    pub rows: usize,
+    /// How long it takes once the device knows it.
+    pub takes: Duration,
 }
 
 /// For how many tokens graphs are.
@@ -111,6 +122,7 @@ impl HotLane {
             staged: None,
             probes: None,
             layers: Vec::new(),
+            too_slow: [None; 2],
             backend,
         })
     }
@@ -129,7 +141,7 @@ impl HotLane {
     pub fn drop_scratch(&mut self) {
         for layer in &mut self.layers {
             layer.graphs.clear();
-            layer.is_warm = [false; 2];
+            layer.warm_rows = [None; 2];
         }
         self.scratch = None;
     }
@@ -159,34 +171,43 @@ impl HotLane {
             return HotIndex { lane: self.id, place: known };
         }
         let (pool, template, graphs) = (pool.clone(), template.clone(), PreparedGraphs::default());
-        self.layers.push(HotLayer { pool, template, offsets, max_rows, graphs, is_warm: [false; 2] });
+        self.layers.push(HotLayer { pool, template, offsets, max_rows, graphs, warm_rows: [None; 2] });
         HotIndex { lane: self.id, place: self.layers.len() - 1 }
     }
 
-    /// Whether all graphs of this layer for so many tokens have been computed once.
+    /// Whether the graphs of this layer for so many tokens have been computed once, all that are fast enough.
     pub fn is_warm(&self, layer: HotIndex, width: Width) -> bool {
-        self.layers.get(layer.place).is_some_and(|known| self.knows(layer) && known.is_warm[width as usize])
+        let known = self.layers.get(layer.place).filter(|_| self.knows(layer));
+        known.is_some_and(|known| known.warm_rows[width as usize].is_some())
+    }
+
+    /// The smallest graph for so many tokens that takes too long; larger ones are not warm.
+    pub fn too_slow(&self, width: Width) -> Option<TooSlow> {
+        self.too_slow[width as usize]
     }
 
     /// Whether the graph for these requests has been computed once. There is none that is filled up where each slot is used.
     pub fn is_warm_for(&self, layer: HotIndex, requests: &Requests) -> bool {
         let Some(known) = self.layers.get(layer.place).filter(|_| !requests.is_empty()) else { return true };
         let (form, _) = requests.form_with_room(known.max_rows, known.pool.slots());
+        let warm_up_to = |width: Width| known.warm_rows[width as usize].unwrap_or(0);
         match form {
-            Form::OneToken(_) => known.is_warm[Width::OneToken as usize],
+            Form::OneToken(n) => n <= warm_up_to(Width::OneToken),
             Form::PerRow(n) => {
                 let is_made = n.is_power_of_two() || n == known.max_rows;
-                is_made && known.is_warm[Width::SeveralTokens as usize]
+                is_made && n <= warm_up_to(Width::SeveralTokens)
             }
         }
     }
 
     /// Computes each graph of this layer for so many tokens once, with rows that mean nothing: devices compile, load or
-    /// capture what a graph needs when they see it first. Returns how long the device takes for the smallest of them once it
-    /// knows it, or the status with which it refused one. Remote devices are not asked: their time is `Duration::MAX`.
-    pub fn warm_up(&mut self, layer: HotIndex, width: Width) -> Result<Result<Duration, Status>> {
+    /// capture what a graph needs when they see it first. The smallest comes first; one that takes longer than `limit` once
+    /// the device knows it is the last: those that are larger would take longer still. Remote devices are not asked.
+    ///
+    /// Returns the status with which the device refused one.
+    pub fn warm_up(&mut self, layer: HotIndex, width: Width, limit: Duration) -> Result<Result<(), Status>> {
         if self.is_warm(layer, width) {
-            return Ok(Ok(Duration::MAX));
+            return Ok(Ok(()));
         }
         let HotLayer { template, pool, max_rows, .. } = self.layers.get(layer.place).ok_or(UNKNOWN_LAYER)?;
         let (template, pool, max_rows) = (template.clone(), pool.clone(), *max_rows);
@@ -195,8 +216,8 @@ impl HotLane {
         }
         if self.device.is_remote() {
             // No kernels are made here, and the host may be computing on the device at this moment.
-            self.layers[layer.place].is_warm[width as usize] = true;
-            return Ok(Ok(Duration::MAX));
+            self.layers[layer.place].warm_rows[width as usize] = Some(max_rows);
+            return Ok(Ok(()));
         }
         let forms: Vec<_> = match width {
             Width::OneToken => {
@@ -207,20 +228,31 @@ impl HotLane {
                 sizes.map(|size: usize| Form::PerRow(size.min(max_rows))).collect()
             }
         };
-        let mut fastest = Duration::MAX;
-        let again = std::iter::repeat_n(forms.first().copied(), TIMED_CALLS).flatten();
-        for (n, form) in forms.iter().copied().chain(again).enumerate() {
-            let start = Instant::now();
-            let status = self.compute_once(layer, form)?;
-            if status != sys::GGML_STATUS_SUCCESS {
-                return Ok(Err(status));
+        let mut warm_rows = 0;
+        for form in forms {
+            if self.too_slow(width).is_some_and(|slow| form.rows() >= slow.rows) {
+                break;
             }
-            if n >= forms.len() {
-                fastest = fastest.min(start.elapsed());
+            let mut takes = Duration::MAX;
+            for _ in 0..TRIES {
+                let start = Instant::now();
+                let status = self.compute_once(layer, form)?;
+                if status != sys::GGML_STATUS_SUCCESS {
+                    return Ok(Err(status));
+                }
+                takes = takes.min(start.elapsed());
+                if takes <= limit {
+                    break;
+                }
             }
+            if takes > limit {
+                self.too_slow[width as usize] = Some(TooSlow { rows: form.rows(), takes });
+                break;
+            }
+            warm_rows = form.rows();
         }
-        self.layers[layer.place].is_warm[width as usize] = true;
-        Ok(Ok(fastest))
+        self.layers[layer.place].warm_rows[width as usize] = Some(warm_rows);
+        Ok(Ok(()))
     }
 
     fn compute_once(&mut self, layer: HotIndex, form: Form) -> Result<Status> {
@@ -319,8 +351,8 @@ impl HotLayer {
     }
 }
 
-/// How often a graph that is warm is timed.
-const TIMED_CALLS: usize = 2;
+/// How often a graph is computed before it counts as too slow: the first time takes what the device compiles, too.
+const TRIES: usize = 3;
 const NOT_AT_HAND: Error = Error::Contract("an expert whose bytes are not at hand");
 const NO_SCRATCH: Error = Error::Contract("a hot lane without scratch memory");
 const NOT_ITS_SPLIT: Error = Error::Contract("a split that its template was not made from");

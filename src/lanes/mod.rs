@@ -9,7 +9,7 @@ mod requests;
 mod template_graph;
 
 pub use cold::ColdLane;
-pub use hot::{HotIndex, HotLane, Width, try_out};
+pub use hot::{HotIndex, HotLane, TooSlow, Width, try_out};
 pub use requests::{Form, Requests};
 
 use crate::device::PoolTensor;

@@ -12,13 +12,13 @@ pub use table::{
     Kind, OPTIONS, OptionSpec, PERF_OUT, TEST_CLAIM_UNPLACED, TEST_FREE_COPIES, TEST_NO_GUARD, TEST_SLOTS,
     TEST_TIMINGS, TEST_WAIT, TRACE_OUT,
 };
-pub use values::{Budget, InvalidValue, Reserve, UpdateRate};
+pub use values::{Budget, CacheProfile, InvalidValue, Reserve, UpdateRate};
 
 use crate::units::MissRule;
 use host::{
     LAUNCHER_NO_HOST, NO_HOST, OFFLOAD_MIN_BATCH, OFFLOAD_MIN_BATCH_DEFAULT, UNIFIED_MEMORY, is_yes, threshold,
 };
-use launcher::{SAID_QUANTISATION, SESSION_BEGAN, session_began};
+use launcher::{MODEL_FILE, SAID_QUANTISATION, SESSION_BEGAN, session_began};
 use std::env;
 use std::ffi::{OsStr, OsString};
 use std::path::PathBuf;
@@ -46,7 +46,7 @@ pub struct Config {
     /// Where the profile is written; `None`: nothing is recorded.
     pub perf_out: Option<PathBuf>,
     /// The profile that says which experts to keep on a device; `None`: no cache.
-    pub hot_cache: Option<PathBuf>,
+    pub hot_cache: Option<CacheProfile>,
     /// How much of the device's memory the cache may take.
     pub max_mib: Budget,
     /// MiB of the device's memory that an automatic budget leaves free.
@@ -79,6 +79,8 @@ pub struct Config {
     pub unified_memory: bool,
     /// See [`TEST_CLAIM_UNPLACED`].
     pub claim_unplaced: bool,
+    /// The model's file as the user calls it, where the launcher knows it.
+    pub model_file: Option<PathBuf>,
     /// When the launcher was started, if it was.
     pub session_began: Option<SystemTime>,
     /// Whether the user knows that the profile is of another quantisation.
@@ -96,7 +98,7 @@ impl Config {
         let mut reader = Reader { lookup, invalid: Vec::new() };
         Self {
             perf_out: reader.path(PERF_OUT.variable),
-            hot_cache: reader.path(HOT_CACHE.variable),
+            hot_cache: reader.cache_profile(HOT_CACHE.variable),
             max_mib: reader.value(HOT_CACHE_MAX_MIB.variable).unwrap_or_default(),
             auto_reserve_mib: reader.value::<Reserve>(HOT_CACHE_AUTO_RESERVE_MIB.variable).unwrap_or_default().0,
             device: reader.text(HOT_CACHE_DEVICE.variable),
@@ -114,6 +116,7 @@ impl Config {
             // As ggml reads it: set to whatever.
             unified_memory: (reader.lookup)(UNIFIED_MEMORY).is_some(),
             claim_unplaced: reader.is_one(TEST_CLAIM_UNPLACED.variable),
+            model_file: reader.path(MODEL_FILE),
             session_began: reader.given(SESSION_BEGAN).and_then(|value| session_began(&value)),
             said_quantisation: reader.is_one(SAID_QUANTISATION),
             offload_min_batch: (reader.lookup)(OFFLOAD_MIN_BATCH)
@@ -160,7 +163,10 @@ impl Config {
         let path = |path: &Option<PathBuf>| path.as_ref().map(|path| path.display().to_string());
         let value = match option.flag {
             flag if flag == PERF_OUT.flag => path(&self.perf_out),
-            flag if flag == HOT_CACHE.flag => path(&self.hot_cache),
+            flag if flag == HOT_CACHE.flag => self.hot_cache.as_ref().map(|profile| match profile {
+                CacheProfile::Auto => CacheProfile::AUTO.into(),
+                CacheProfile::File(path) => path.display().to_string(),
+            }),
             flag if flag == TRACE_OUT.flag => path(&self.trace_out),
             flag if flag == HOT_CACHE_MAX_MIB.flag => Some(match self.max_mib {
                 Budget::Automatic => "-1".into(),
@@ -195,6 +201,13 @@ impl<F: Fn(&str) -> Option<OsString>> Reader<F> {
 
     fn path(&self, variable: &str) -> Option<PathBuf> {
         self.given(variable).map(PathBuf::from).map(|path| std::path::absolute(&path).unwrap_or(path))
+    }
+
+    fn cache_profile(&self, variable: &str) -> Option<CacheProfile> {
+        match self.given(variable)? {
+            auto if auto == CacheProfile::AUTO => Some(CacheProfile::Auto),
+            _ => self.path(variable).map(CacheProfile::File),
+        }
     }
 
     fn is_one(&self, variable: &str) -> bool {

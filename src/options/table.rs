@@ -91,12 +91,13 @@ pub const PERF_OUT: OptionSpec = OptionSpec {
     needs_cache: false,
 };
 
-/// The profile that says which experts to keep on a device.
+/// The profile that says which experts to keep on a device, a [`CacheProfile`](super::CacheProfile).
 pub const HOT_CACHE: OptionSpec = OptionSpec {
     flag: "--moe-hot-cache",
     variable: "LLAMA_ARG_MOE_HOT_CACHE",
     value_name: "FILE",
-    help: "keep the experts that this profile counts most on a GPU",
+    help: "keep the experts that are used most on a GPU: `auto` learns which, and keeps that in a file beside the model; FILE: \
+           those of this profile",
     default: "no cache",
     kind: Kind::Path,
     readers: Readers::LauncherAndPlugin,

@@ -19,6 +19,14 @@ fn an_empty_path_is_no_path_and_a_relative_one_becomes_absolute() {
 }
 
 #[test]
+fn auto_is_no_file_and_a_file_may_be_called_that() {
+    let profile = |value: &str| config(&[(HOT_CACHE.variable, value)]).hot_cache.unwrap();
+    assert_eq!(profile("auto"), CacheProfile::Auto);
+    assert!(profile("./auto").file().unwrap().is_absolute());
+    assert_eq!(config(&[(HOT_CACHE.variable, "auto")]).shown(&HOT_CACHE), "auto");
+}
+
+#[test]
 fn a_cache_takes_experts_unless_it_is_off() {
     let (file, size) = ((HOT_CACHE.variable, "experts.json"), HOT_CACHE_MAX_MIB.variable);
     assert!(config(&[file]).takes_experts());
@@ -36,7 +44,7 @@ fn every_option_is_read_into_the_configuration() {
     for (option, value) in OPTIONS.iter().zip(values) {
         assert_eq!(all.shown(option), value, "{}", option.flag);
     }
-    assert_eq!((all.perf_out, all.hot_cache), (Some("/out".into()), Some("/profile".into())));
+    assert_eq!((all.perf_out, all.hot_cache), (Some("/out".into()), Some(CacheProfile::File("/profile".into()))));
     assert_eq!((all.max_mib, all.auto_reserve_mib), (Budget::Mib(700), 0));
     assert_eq!((all.device.as_deref(), all.update_rate), (Some("CUDA0"), Some(UpdateRate(0.25))));
     assert_eq!((all.miss, all.trace_out, all.invalid), (MissRule::Copy, Some("/trace".into()), Vec::new()));

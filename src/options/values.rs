@@ -2,6 +2,7 @@
 
 use crate::units::MissRule;
 use std::fmt;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 /// The largest number of MiB that still is a number of bytes.
@@ -29,6 +30,28 @@ pub enum InvalidValue {
     /// Not a number.
     #[error("expected a whole number")]
     Number,
+}
+
+/// The profile that a cache begins with.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum CacheProfile {
+    /// Each model's own, which is kept beside the model, or made there.
+    Auto,
+    /// This file.
+    File(PathBuf),
+}
+
+impl CacheProfile {
+    /// How [`Self::Auto`] is written. A file of that name is `./auto`.
+    pub const AUTO: &str = "auto";
+
+    /// The file, if it is one that the user has named.
+    pub fn file(&self) -> Option<&Path> {
+        match self {
+            Self::Auto => None,
+            Self::File(path) => Some(path),
+        }
+    }
 }
 
 /// How much of a device's memory experts may take.

@@ -1,8 +1,11 @@
 //! What identifies a model. Tensors are told apart by name, type, shape and a few sampled bytes.
 
+use crate::gguf::ModelFile;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
+use std::cell::OnceCell;
 use std::collections::BTreeMap;
+use std::io;
 
 /// Places in a tensor that are sampled, evenly spread.
 const SAMPLES: usize = 4;
@@ -45,6 +48,24 @@ impl TensorId<'_> {
         }
         digits(hash)
     }
+}
+
+/// What the plugin will find to be the fingerprint of the tensor `name` of the model in this file. `None` if there is no such
+/// tensor.
+///
+/// Fails if its data cannot be read.
+pub fn fingerprint_in_file(model: &ModelFile, name: &str) -> io::Result<Option<String>> {
+    let Some(tensor) = model.tensor(name) else { return Ok(None) };
+    let n_bytes = usize::try_from(tensor.info.n_bytes).map_err(io::Error::other)?;
+    let failed = OnceCell::new();
+    let read = |offset: usize, len: usize| {
+        let mut bytes = vec![0; len]; // a sample
+        let read = tensor.read_exact_at(&mut bytes, offset as u64);
+        read.map_err(|error| failed.set(error)).ok().map(|()| bytes)
+    };
+    let id = TensorId { name, type_name: tensor.info.kind.name, shape: tensor.info.shape, n_bytes };
+    let fingerprint = id.fingerprint(read);
+    failed.into_inner().map_or(Ok(Some(fingerprint)), Err)
 }
 
 /// Which model a profile belongs to.

@@ -18,9 +18,9 @@ use std::str;
 const BYTE_ORDER_MARK: char = '\u{feff}';
 
 /// How often each expert was asked for in an earlier run.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct RecordedProfile {
-    /// By layer number, 0 to 65,535; at least one.
+    /// By layer number, 0 to 65,535; at least one where it was read.
     pub layers: BTreeMap<u32, RecordedLayer>,
     /// Experts per layer, the largest where layers differ, 1 to 65,536, if the profile says so.
     pub n_expert: Option<u32>,

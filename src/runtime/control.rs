@@ -208,17 +208,13 @@ impl Runtime {
             }
         };
         let text = request.profile.map_or(body, |profile| profile.get().as_bytes());
-        let profile = Arc::new(RecordedProfile::from_slice(text)?);
-        let text = match request.profile {
-            None if request.save_to_disk => without_our_wish(text)?,
-            _ => text.to_vec(),
-        };
-        let Some(path) = self.config().hot_cache.as_ref().filter(|_| self.config().caches()) else {
+        let mut profile = Arc::new(RecordedProfile::from_slice(text)?);
+        if !self.config().caches() {
             return Err(ControlError::Unsupported(format!(
                 "there is no cache; expected {} at the start",
                 HOT_CACHE.flag
             )));
-        };
+        }
         let _one_at_a_time = APPLY.lock().unwrap_or_else(PoisonError::into_inner);
         let loaded: Vec<_> = self.models().into_iter().filter(|model| model.is_loaded()).collect();
         if loaded.is_empty() {
@@ -241,20 +237,27 @@ impl Runtime {
         if self.has_device_failed() {
             return Err(ControlError::Unavailable(self.cache_view().why));
         }
-        let saved = request.save_to_disk.then(|| replace_keeping_old(path, &text)).transpose();
-        let old_kept_as = saved.map_err(|error| ControlError::Internal(error.to_string()))?;
+        let mut applied = Applied { applied: true, layers: profile.layers.len(), saved_to: None, old_kept_as: None };
+        if request.save_to_disk {
+            // Of several models that it fits the first one's file is the one that the user knows of.
+            let model = fitting[0].0;
+            let path = model.profile_file(self.config()).ok_or_else(|| {
+                ControlError::Unavailable(
+                    "there is no file for it yet, or none that can be written: the log says why".into(),
+                )
+            })?;
+            let text = to_be_kept(text, profile.model.is_none().then(|| model.id()).as_ref())?;
+            profile = Arc::new(RecordedProfile::from_slice(&text)?);
+            let old = replace_keeping_old(path, &text).map_err(|error| ControlError::Internal(error.to_string()))?;
+            applied.saved_to = Some(path.display().to_string());
+            applied.old_kept_as = old.map(|old| old.display().to_string());
+        }
         for (model, is_other_quantisation) in fitting {
             model.starting().replace(profile.clone(), is_other_quantisation, request.save_to_disk);
             self.end_caches_of(model);
             model.refill().want_again();
         }
-        let shown = |path: &std::path::Path| path.display().to_string();
-        Ok(Applied {
-            applied: true,
-            layers: profile.layers.len(),
-            saved_to: old_kept_as.as_ref().map(|_| shown(path)),
-            old_kept_as: old_kept_as.flatten().as_deref().map(shown),
-        })
+        Ok(applied)
     }
 
     /// Requests of all models since the start, and those of them whose expert was resident.
@@ -378,11 +381,14 @@ fn layer_view(layer: &Layer, since: &Since, key: (usize, u32)) -> LayerView {
     }
 }
 
-/// A profile's text without what it asks of us.
-fn without_our_wish(text: &[u8]) -> Result<Vec<u8>, ControlError> {
+/// A profile's text as it is kept: without what it asks of us, and with the model that it is of where it does not name one, so
+/// that what is learnt can be added to it.
+fn to_be_kept(text: &[u8], model: Option<&ModelId>) -> Result<Vec<u8>, ControlError> {
     let internal = |error: serde_json::Error| ControlError::Internal(error.to_string());
     let mut fields: BTreeMap<&str, &RawValue> = serde_json::from_slice(text).map_err(internal)?;
     fields.remove("save_to_disk");
+    let model = model.map(serde_json::value::to_raw_value).transpose().map_err(internal)?;
+    fields.extend(model.as_deref().map(|model| ("model", model)));
     serde_json::to_vec(&fields).map_err(internal)
 }
 
@@ -445,9 +451,12 @@ mod tests {
     }
 
     #[test]
-    fn what_is_saved_is_the_profile_alone() {
+    fn what_is_saved_is_the_profile_and_its_model() {
         let text = br#"{"schema":"s","save_to_disk":true,"n":1.50}"#;
-        assert_eq!(without_our_wish(text).unwrap(), br#"{"n":1.50,"schema":"s"}"#);
+        let model = ModelId { fingerprint: "f".into(), tensors: BTreeMap::new(), shapes: BTreeMap::new() };
+        let with_model = br#"{"model":{"fingerprint":"f","tensors":{}},"n":1.50,"schema":"s"}"#;
+        assert_eq!(to_be_kept(text, Some(&model)).unwrap(), with_model);
+        assert_eq!(to_be_kept(br#"{"model":{}}"#, None).unwrap(), br#"{"model":{}}"#, "it knows its model");
     }
 
     #[test]

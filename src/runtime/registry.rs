@@ -409,6 +409,9 @@ impl State {
     fn adopt(&mut self, buffer: usize, owner: Arc<Model>) -> Arc<Model> {
         let owner = self.by_buffer.entry(buffer).or_insert(owner);
         let file = self.buffers.iter().find(|known| known.address == buffer).and_then(|known| known.file.as_ref());
+        if let Some(file) = file {
+            owner.set_file(file);
+        }
         if let (Some(file), None) = (file, owner.name().get()) {
             let name = name_of(file);
             let n_before =

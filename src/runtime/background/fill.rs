@@ -13,7 +13,7 @@ use crate::device::copy::{CopyEngine, PortableEngine};
 use crate::device::cuda;
 use crate::ggml::{Device, Level, log};
 use crate::lanes::pool_tensor;
-use crate::options::Config;
+use crate::options::{CacheProfile, Config};
 use crate::profile::other_quantisation;
 use crate::runtime::model::cache_handle::CacheHandle;
 use crate::runtime::model::fetch_queue::Fetch;
@@ -110,8 +110,7 @@ impl<'a> Fill<'a> {
     ///
     /// `None` if there is nothing to fill, or the device has failed (which has been said then).
     pub fn run(&self) -> Result<Option<Filled>, NoCache> {
-        let Some(path) = &self.config.hot_cache else { return Ok(None) };
-        let profile = self.model.start_from(path)?;
+        let profile = self.model.begin(self.config)?;
         let candidates = Candidates::of(self.model, &profile, self.device(), self.config)?;
         if candidates.layers.is_empty() {
             return Err(NoCache::NoLayer(candidates.refusals()));
@@ -247,17 +246,24 @@ impl<'a> Fill<'a> {
         let name = self.device().name();
         let (mib, slots) = (plan.bytes.saturating_add(scratch).mib_up(), plan.slots_per_layer);
         let (n_expert, layers) = (candidates.n_expert(), candidates.layers.len());
+        let is_cold = self.model.starting().get().is_none();
         let expected = match plan.expected_hit_rate {
             Some(rate) => format!("the profile expects {:.1} % hits", 100.0 * rate),
+            None if is_cold => "nothing is learnt yet".into(),
             None => "the profile has no counts for these layers".into(),
         };
-        if let (Some(path), true) = (&self.config.hot_cache, self.model.starting().must_tell_other_quantisation())
+        let file = self.model.profile_file(self.config);
+        if let (Some(path), true) = (file, self.model.starting().must_tell_other_quantisation())
             && !self.config.said_quantisation
         {
             log(Level::Warn, &other_quantisation(path, self.config.learns()));
         }
+        let kept = match (file, &self.config.hot_cache) {
+            (Some(path), Some(CacheProfile::Auto)) => format!("; profile: {}", path.display()),
+            _ => String::new(),
+        };
         let size = format!("{mib} MiB, {slots} slots per layer ({n_expert} experts) in {layers} layers");
-        self.cache.log(Level::Warn, &format!("hot cache on {name}: {size}; {expected}"));
+        self.cache.log(Level::Warn, &format!("hot cache on {name}: {size}; {expected}{kept}"));
     }
 
     /// The copies to begin with, in their order: in a cache that learns first the experts that it held at its last end, then

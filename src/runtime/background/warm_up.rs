@@ -109,7 +109,7 @@ impl WarmUp {
         layer: &Arc<LayerCache>,
         request: &LaneRequest,
     ) -> Result<HotIndex, NotReady> {
-        let LaneRequest { template, tensors, width, .. } = request;
+        let LaneRequest { template, tensors, width, limit, .. } = request;
         let max_rows = self.max_tokens * template.n_used;
         let trial = try_out(self.cache.device.device(), template, max_rows)?;
         if trial.unsupported.is_some() {
@@ -119,13 +119,12 @@ impl WarmUp {
         // Its context computes on the CPU for as long as the lane is here.
         let (mut lane, loan) = self.lane_in(cell, scratch)?;
         let index = lane.lane.add_layer(&layer.pool, template, tensors, max_rows);
-        let warm = lane.lane.warm_up(index, *width);
+        let warm = lane.lane.warm_up(index, *width, *limit);
         loan.give_back(lane);
         match warm? {
-            Ok(fastest) => self.cache.device_takes(*width, fastest),
-            Err(status) => return Err(NotReady::Failed(format!("it refused to compute (ggml status {status})"))),
+            Ok(()) => Ok(index),
+            Err(status) => Err(NotReady::Failed(format!("it refused to compute (ggml status {status})"))),
         }
-        Ok(index)
     }
 
     /// The context's lane, with this much scratch memory at least.

@@ -10,7 +10,8 @@ use crate::runtime::model::cache_handle::IdleMemory;
 use crate::runtime::model::lane_cell::{ContextLane, LaneCell, Loan, Place};
 use crate::runtime::model::lane_request::{Answer, AskedLayer, LaneRequest};
 use crate::runtime::model::layer_cache::LayerCache;
-use std::sync::{Arc, OnceLock, Weak};
+use std::sync::{Arc, Weak};
+use std::time::Duration;
 
 /// A context's hot lane, if it has one.
 #[derive(Default)]
@@ -44,12 +45,13 @@ impl HotSide {
     }
 
     /// The lane, ready for the cache of this block's layer. `None`: the block is computed on the CPU, as long as the lane is
-    /// not ready or for good.
+    /// not ready or for good. Graphs that take longer than `limit` are not made ready.
     pub fn ready(
         &mut self,
         split: &Graph<'_>,
         block: &mut ResolvedBlock,
         n_tokens: usize,
+        limit: Duration,
         config: &Config,
     ) -> Option<ReadyLane> {
         let template = block.template.as_ref()?;
@@ -63,7 +65,7 @@ impl HotSide {
         let width = Width::of(n_tokens);
         // Once more for each request, if a test waits for the answers.
         for _ in 0..=2 {
-            match self.find(split, &mut block.hot, template, &cache, width) {
+            match self.find(split, &mut block.hot, template, &cache, (width, limit)) {
                 Found::Lane(lane, index) => return Some(ReadyLane { loan: Loan::of(&self.cell), lane, cache, index }),
                 Found::Nothing => return None,
                 Found::Asked => {}
@@ -82,7 +84,7 @@ impl HotSide {
         hot: &mut HotBlock,
         template: &Arc<FfnTemplate>,
         cache: &Arc<LayerCache>,
-        width: Width,
+        (width, limit): (Width, Duration),
     ) -> Found {
         match hot {
             HotBlock::Asked(asked) if is_of(&asked.cache, cache) => {}
@@ -90,41 +92,34 @@ impl HotSide {
             // A new graph, or a new cache.
             _ => match self.asked_before(split, template, cache) {
                 Ok(asked) => *hot = HotBlock::Asked(asked),
-                Err(tensors) => return self.ask(hot, template, cache, tensors),
+                Err(tensors) => return self.ask(hot, template, cache, tensors, (width, limit)),
             },
         }
         let HotBlock::Asked(asked) = hot else { return Found::Nothing };
         let asked = asked.clone();
-        let Some(&Some(index)) = asked.one_token.get() else { return Found::Nothing };
-        let is_its = match self.cell.take() {
+        let Some(answer) = asked.answers[width as usize].get() else {
+            return self.request(&asked, cache, (width, limit));
+        };
+        let Some(&Some(index)) = answer.get() else { return Found::Nothing };
+        match self.cell.take() {
             Place::Here(lane) => {
-                let is_its = Arc::ptr_eq(&lane.cache, &cache.handle) && lane.lane.is_warm(index, Width::OneToken);
-                if is_its && lane.lane.is_warm(index, width) {
+                if Arc::ptr_eq(&lane.cache, &cache.handle) && lane.lane.is_warm(index, width) {
                     return Found::Lane(lane, index);
                 }
                 self.cell.put(lane);
-                is_its
             }
             // The cache's thread is at work with it.
             Place::Lent => return Found::Nothing,
-            Place::Nowhere => false,
-        };
-        if !is_its {
-            // It was made anew since. Another graph may have asked.
-            if let Some(newer) = self.asked.iter().find(|known| known.is_for(cache, template, &asked.tensors))
-                && !Arc::ptr_eq(newer, &asked)
-            {
-                *hot = HotBlock::Asked(newer.clone());
-                return Found::Asked;
-            }
-            return self.ask(hot, template, cache, Some(asked.tensors.clone()));
+            Place::Nowhere => {}
         }
-        if asked.several_tokens.get().is_some() {
-            return Found::Nothing;
+        // It was made anew since. Another graph may have asked.
+        if let Some(newer) = self.asked.iter().find(|known| known.is_for(cache, template, &asked.tensors))
+            && !Arc::ptr_eq(newer, &asked)
+        {
+            *hot = HotBlock::Asked(newer.clone());
+            return Found::Asked;
         }
-        let answer = Answer::default();
-        let _ = asked.several_tokens.set(answer.clone());
-        self.request(&asked, cache, width, answer)
+        self.ask(hot, template, cache, Some(asked.tensors.clone()), (width, limit))
     }
 
     /// What another graph of this context has asked for, or the pool's tensor for each weight; `Err(None)` if the cache cannot
@@ -140,13 +135,14 @@ impl HotSide {
         known.cloned().ok_or(Some(tensors))
     }
 
-    /// Asks the cache's thread to make the lane ready for single tokens.
+    /// Asks the cache's thread to make the lane ready for so many tokens.
     fn ask(
         &mut self,
         hot: &mut HotBlock,
         template: &Arc<FfnTemplate>,
         cache: &Arc<LayerCache>,
         tensors: Option<Vec<usize>>,
+        ready_for: (Width, Duration),
     ) -> Found {
         let Some(tensors) = tensors else {
             // An adapter that has come since: what belongs in the cache is more than it was made for.
@@ -154,16 +150,16 @@ impl HotSide {
             return Found::Nothing;
         };
         self.asked.retain(|known| known.cache.strong_count() > 0 && !known.is_for(cache, template, &tensors));
-        let (of, template, several_tokens) = (Arc::downgrade(cache), template.clone(), OnceLock::new());
-        let asked = AskedLayer { cache: of, template, tensors, one_token: Answer::default(), several_tokens };
-        let asked = Arc::new(asked);
+        let (of, template) = (Arc::downgrade(cache), template.clone());
+        let asked = Arc::new(AskedLayer { cache: of, template, tensors, answers: Default::default() });
         self.asked.push(asked.clone());
         *hot = HotBlock::Asked(asked.clone());
-        self.request(&asked, cache, Width::OneToken, asked.one_token.clone())
+        self.request(&asked, cache, ready_for)
     }
 
-    fn request(&self, asked: &AskedLayer, cache: &Arc<LayerCache>, width: Width, answer: Answer) -> Found {
+    fn request(&self, asked: &AskedLayer, cache: &Arc<LayerCache>, (width, limit): (Width, Duration)) -> Found {
         let Some(model) = self.model.upgrade() else { return Found::Nothing };
+        let answer = asked.answers[width as usize].get_or_init(Answer::default).clone();
         let queue = cache.handle.queue.clone();
         queue.request_made();
         model.add_lane_request(LaneRequest {
@@ -172,6 +168,7 @@ impl HotSide {
             template: asked.template.clone(),
             tensors: asked.tensors.clone(),
             width,
+            limit,
             answer,
             queue: queue.clone(),
         });

@@ -10,7 +10,7 @@ use super::registry::{Runtime, runtime};
 use super::timing::Stopwatch;
 use crate::cache::{Call, Loss, RegressionGuard};
 use crate::ggml::{AbortCallback, Graph, Ids, Level, OwnIds, Status, graphs_built, log, sys};
-use crate::lanes::{ColdLane, Width};
+use crate::lanes::{ColdLane, TooSlow, Width};
 use crate::profile::check_ids;
 use crate::{Error, Result};
 use both_lanes::{BothLanes, compute_whole};
@@ -18,6 +18,7 @@ use dispatch::{Computed, LaneFault, Partition};
 use hot_side::{HotSide, ReadyLane};
 use splits::{HotBlock, ResolvedBlock, Splits};
 use std::sync::{Arc, Once};
+use std::time::Duration;
 
 /// A shorter wait for the device is that of asking it.
 const MIN_WAIT_NS: f32 = 5_000.0;
@@ -126,7 +127,10 @@ impl Drop for Context {
 impl ContextLanes {
     /// Computes the one block of a split; resident experts on the device if this context can.
     fn compute(&mut self, split: &Graph<'_>, block: &mut ResolvedBlock, ids: &OwnIds, runtime: &Runtime) -> Status {
-        let ready = self.hot.ready(split, block, ids.n_tokens(), runtime.config());
+        let ready = match self.limit(ids.n_tokens(), runtime) {
+            Some(limit) => self.hot.ready(split, block, ids.n_tokens(), limit, runtime.config()),
+            None => None,
+        };
         let (Some(ready), Some(template)) = (ready, &block.template) else {
             self.partition.set_all_cold(ids);
             let status = compute_whole(&mut self.cold, split, &mut self.watch);
@@ -137,7 +141,8 @@ impl ContextLanes {
             return status;
         };
         let ReadyLane { mut lane, loan, cache, index } = ready;
-        if runtime.config().is_guarded() && !self.may_use_device(&cache, ids.n_tokens()) {
+        let too_slow = lane.lane.too_slow(Width::of(ids.n_tokens()));
+        if runtime.config().is_guarded() && !self.may_use_device(&cache, ids.n_tokens(), too_slow) {
             self.partition.set_all_cold(ids);
         } else {
             let can_copy = || lane.lane.can_copy(index, split);
@@ -146,6 +151,10 @@ impl ContextLanes {
             if !runtime.config().waits_for_lanes() && !lane.lane.is_warm_for(index, &self.partition.hot) {
                 self.partition.cancel(&cache);
                 self.partition.set_all_cold(ids);
+                if let Some(slow) = too_slow {
+                    let loss = self.guard.was_too_large(ids.n_tokens(), slow.takes.as_nanos() as f64);
+                    loss.inspect(|loss| give_up(&cache, ids.n_tokens(), loss));
+                }
             }
         }
         let beside_copies = cache.handle.device.has_copies_in_flight();
@@ -181,17 +190,23 @@ impl ContextLanes {
         computed.status
     }
 
-    /// Whether a call with so many tokens may use the device. Gives the cache up if the device is known to be far slower.
-    fn may_use_device(&mut self, cache: &LayerCache, n_tokens: usize) -> bool {
-        if cache.handle.queue.has_requests() {
-            // What the device takes is being measured.
-            return false;
+    /// From which time on a graph on the device is of no use for so many tokens; `None`: not known yet.
+    fn limit(&mut self, n_tokens: usize, runtime: &Runtime) -> Option<Duration> {
+        if !runtime.config().is_guarded() {
+            return Some(Duration::MAX);
         }
-        let takes = cache.handle.device_ns(Width::of(n_tokens));
-        if let Some(loss) = takes.and_then(|ns| self.guard.device_takes(n_tokens, ns)) {
+        self.guard.limit_ns(n_tokens).map(|ns| Duration::from_nanos(ns as u64))
+    }
+
+    /// Whether a call with so many tokens may use the device. Gives the cache up if even the smallest graph is far too slow.
+    fn may_use_device(&mut self, cache: &LayerCache, n_tokens: usize, too_slow: Option<TooSlow>) -> bool {
+        if let Some(slow) = too_slow.filter(|slow| slow.rows == 1)
+            && let Some(loss) = self.guard.device_takes(n_tokens, slow.takes.as_nanos() as f64)
+        {
             give_up(cache, n_tokens, &loss);
         }
-        self.guard.may_use_device(n_tokens, cache.handle.n_layers)
+        // Others are being made ready, which takes time of the device's.
+        !cache.handle.queue.has_requests() && self.guard.may_use_device(n_tokens, cache.handle.n_layers)
     }
 
     /// Learns from what a call took, and gives the cache up if it loses.

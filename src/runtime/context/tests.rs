@@ -3,7 +3,7 @@
 use super::*;
 use crate::ggml::Tensor;
 use crate::ggml::testing::{Builder, load_cpu};
-use crate::options::Config;
+use crate::options::{CacheProfile, Config};
 use std::sync::Arc;
 
 const N_EXPERT: i64 = 256;
@@ -154,7 +154,7 @@ impl<'a> SmallLayer<'a> {
 fn runtime_with(profile: &std::path::Path, change: impl FnOnce(&mut Config)) -> &'static Runtime {
     load_cpu();
     let mut config = Config::from_env();
-    config.hot_cache = Some(profile.into());
+    config.hot_cache = Some(CacheProfile::File(profile.into()));
     config.device = Some("CPU".into());
     config.test_slots = Some(SLOTS);
     change(&mut config);

@@ -5,11 +5,9 @@ use super::fetch_queue::FetchQueue;
 use super::name::ModelName;
 use super::refill::Refill;
 use crate::ggml::Level;
-use crate::lanes::Width;
 use crate::runtime::hot_device::HotDevice;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
-use std::time::Duration;
 
 /// Something of a context that holds device memory while the context is idle.
 pub trait IdleMemory: Send + Sync {
@@ -32,8 +30,6 @@ pub struct CacheHandle {
     name: Arc<ModelName>,
     idle: Mutex<Vec<Weak<dyn IdleMemory>>>,
     is_over: AtomicBool,
-    /// Nanoseconds that the device takes for the smallest graph, for one token and for several.
-    device_ns: [AtomicU64; 2],
 }
 
 impl CacheHandle {
@@ -48,25 +44,12 @@ impl CacheHandle {
         let queue = Arc::new(FetchQueue::new(n_layers));
         device.register(&queue);
         let (idle, is_over) = (Mutex::default(), AtomicBool::new(false));
-        let device_ns = [AtomicU64::new(u64::MAX), AtomicU64::new(u64::MAX)];
-        Arc::new(Self { device, n_layers, queue, copied, refill, name, idle, is_over, device_ns })
+        Arc::new(Self { device, n_layers, queue, copied, refill, name, idle, is_over })
     }
 
     /// Whether it has ended, or its device has failed. Its memory goes back to the device.
     pub fn is_over(&self) -> bool {
         self.is_over.load(Relaxed) || self.device.is_off()
-    }
-
-    /// The device has taken so long for the smallest graph of a layer. The shortest time counts.
-    pub fn device_takes(&self, width: Width, time: Duration) {
-        let ns = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
-        self.device_ns[width as usize].fetch_min(ns, Relaxed);
-    }
-
-    /// Nanoseconds that the device takes for the smallest graph; `None` if that is not known.
-    pub fn device_ns(&self, width: Width) -> Option<f64> {
-        let ns = self.device_ns[width as usize].load(Relaxed);
-        (ns != u64::MAX).then_some(ns as f64)
     }
 
     /// Counts experts that were copied to the device, each of so many bytes.

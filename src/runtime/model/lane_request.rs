@@ -6,6 +6,7 @@ use super::layer_cache::LayerCache;
 use crate::lanes::{HotIndex, Width};
 use crate::moe::FfnTemplate;
 use std::sync::{Arc, OnceLock, Weak};
+use std::time::Duration;
 
 /// The layer in the context's lane; `None` if it cannot be computed there.
 pub type Answer = Arc<OnceLock<Option<HotIndex>>>;
@@ -18,10 +19,8 @@ pub struct AskedLayer {
     pub template: Arc<FfnTemplate>,
     /// The pool's tensor for each of its weights.
     pub tensors: Vec<usize>,
-    /// For one token.
-    pub one_token: Answer,
-    /// For several; empty: not asked.
-    pub several_tokens: OnceLock<Answer>,
+    /// For one token and for several; empty: not asked.
+    pub answers: [OnceLock<Answer>; 2],
 }
 
 impl AskedLayer {
@@ -43,6 +42,8 @@ pub struct LaneRequest {
     pub tensors: Vec<usize>,
     /// For how many tokens.
     pub width: Width,
+    /// Graphs that take longer are of no use.
+    pub limit: Duration,
     /// Where the answer goes.
     pub answer: Answer,
     /// Whose thread is to be told, and counts the requests that are open.

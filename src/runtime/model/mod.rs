@@ -6,6 +6,7 @@ pub mod cache_handle;
 pub mod copied;
 pub mod expert_tensor;
 pub mod fetch_queue;
+pub mod kept_profile;
 pub mod lane_cell;
 pub mod lane_request;
 pub mod layer;
@@ -15,9 +16,12 @@ pub mod policy;
 pub mod refill;
 
 use crate::Error;
-use crate::ggml::Tensor;
+use crate::ggml::{Level, Tensor};
+use crate::gguf::ModelFile;
+use crate::options::{CacheProfile, Config};
 use crate::profile::{
     Counts, ExpertShape, ModelId, ModelMismatchError, ModelShape, RecordedProfile, TensorId, combine_fingerprints,
+    fingerprint_in_file,
 };
 use crate::units::layer_number;
 use copied::Copied;
@@ -28,9 +32,9 @@ use layer::Layer;
 use name::ModelName;
 use refill::Refill;
 use std::collections::{BTreeMap, HashMap, VecDeque};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
 /// One model's layers and identity.
 #[derive(Default)]
@@ -39,6 +43,10 @@ pub struct Model {
     /// When its cache is to be filled.
     refill: Arc<Refill>,
     starting: StartingProfile,
+    /// The file that its weights are mapped from, where they are.
+    file: OnceLock<PathBuf>,
+    /// Where its own profile is kept, once that has been looked for; `None` in it: nowhere.
+    kept_at: OnceLock<Option<PathBuf>>,
     name: Arc<ModelName>,
     copied: Arc<Copied>,
     contexts: Mutex<Contexts>,
@@ -94,10 +102,15 @@ impl StartingProfile {
         let profile = Arc::new(RecordedProfile::read(path)?);
         // The launcher has compared profile and model where it could; here is what is really loaded.
         let is_other_quantisation = model.is_other_quantisation(&profile).map_err(UnusableProfile::OtherModel)?;
+        Ok(self.begin(profile, is_other_quantisation))
+    }
+
+    /// Begins with what the file holds, unless there is something to begin with. Returns what it is then.
+    fn begin(&self, profile: Arc<RecordedProfile>, is_other_quantisation: bool) -> Arc<RecordedProfile> {
         let mut known = self.lock();
         let starting = Starting { profile, is_other_quantisation };
         known.in_file.get_or_insert_with(|| starting.clone());
-        Ok(known.current.get_or_insert(starting).profile.clone())
+        known.current.get_or_insert(starting).profile.clone()
     }
 
     /// The profile, if one was read.
@@ -218,6 +231,50 @@ impl Model {
     /// has saved since.
     pub fn start_from(&self, path: &Path) -> Result<Arc<RecordedProfile>, UnusableProfile> {
         self.starting.read(path, self)
+    }
+
+    /// The same from where the user's configuration says; where a model's own profile is not there yet, an empty one.
+    pub fn begin(&self, config: &Config) -> Result<Arc<RecordedProfile>, UnusableProfile> {
+        if let Some(CacheProfile::File(path)) = &config.hot_cache {
+            return self.start_from(path);
+        }
+        self.kept_at.get_or_init(|| self.find_kept(config));
+        Ok(self.starting.get().unwrap_or_default())
+    }
+
+    /// The file of the profile that its cache begins with, which what is learnt goes into. `None` for its own where that has not
+    /// been looked for yet, or is kept nowhere.
+    pub fn profile_file<'a>(&'a self, config: &'a Config) -> Option<&'a Path> {
+        match config.hot_cache.as_ref()? {
+            CacheProfile::File(path) => Some(path),
+            CacheProfile::Auto => self.kept_at.get()?.as_deref(),
+        }
+    }
+
+    /// Looks for its own profile, and begins with it.
+    fn find_kept(&self, config: &Config) -> Option<PathBuf> {
+        let tensors = self.tensors();
+        let (name, known) = tensors.first_key_value()?;
+        // The user's name for the file if it is this model's: weights need not be mapped, and links lead elsewhere.
+        let is_its = |file: &&PathBuf| {
+            let found = ModelFile::open(file).ok().and_then(|file| fingerprint_in_file(&file, name).ok().flatten());
+            found.is_some_and(|found| found == known.fingerprint)
+        };
+        let file = config.model_file.as_ref().filter(is_its).or(self.file.get());
+        let places = kept_profile::places(file.map(PathBuf::as_path), &known.fingerprint);
+        let kept = kept_profile::find(&places, config.learns(), |profile| self.is_other_quantisation(profile));
+        for note in &kept.notes {
+            self.name.log(Level::Warn, note);
+        }
+        if let Some((profile, is_other_quantisation)) = kept.profile {
+            self.starting.begin(Arc::new(profile), is_other_quantisation);
+        }
+        kept.path
+    }
+
+    /// Notes the file that its weights are mapped from.
+    pub fn set_file(&self, file: &Path) {
+        self.file.get_or_init(|| file.to_owned());
     }
 
     /// Whether a profile was recorded from another quantisation of it; fails if it was recorded from another model.

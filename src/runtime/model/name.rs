@@ -66,13 +66,24 @@ fn file_at(maps: &str, address: usize) -> Option<PathBuf> {
 /// What a model in these files is called: `big-00002-of-00003.gguf` is a part of `big`.
 pub fn name_of(file: &Path) -> String {
     let name = file.file_name().unwrap_or_default().to_string_lossy();
-    let part = name.strip_suffix(".gguf").and_then(|stem| {
-        let (rest, count) = stem.rsplit_once("-of-")?;
-        let (base, number) = rest.rsplit_once('-')?;
-        let is_number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
-        (is_number(count) && is_number(number)).then(|| base.to_owned())
-    });
-    part.unwrap_or_else(|| name.into_owned())
+    part_of(&name).map_or(name.as_ref(), |(base, _)| base).to_owned()
+}
+
+/// The first of the files that a model is in, which is called so: `big-00001-of-00003.gguf`.
+pub fn first_part(file: &Path) -> PathBuf {
+    let name = file.file_name().unwrap_or_default().to_string_lossy();
+    match part_of(&name) {
+        Some((base, count)) => file.with_file_name(format!("{base}-00001-of-{count}.gguf")),
+        None => file.to_owned(),
+    }
+}
+
+/// The model's name and the number of parts in the name of a part.
+fn part_of(name: &str) -> Option<(&str, &str)> {
+    let (rest, count) = name.strip_suffix(".gguf")?.rsplit_once("-of-")?;
+    let (base, number) = rest.rsplit_once('-')?;
+    let is_number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+    (is_number(count) && is_number(number)).then_some((base, count))
 }
 
 #[cfg(test)]

@@ -10,7 +10,7 @@ use super::timing::LayerTimes;
 use crate::Error;
 use crate::files::{self, is_same_file};
 use crate::ggml::{Level, log};
-use crate::options::Config;
+use crate::options::{CacheProfile, Config};
 use crate::profile::ModelId;
 use sink::{Sink, tell};
 use std::path::{Path, PathBuf};
@@ -66,7 +66,7 @@ impl Profiles {
     fn save_recorded(&self, config: &Config, model: &Model, models: &[Arc<Model>], sink: &mut Sink) {
         let Some(asked) = &config.perf_out else { return };
         // One file can be both: then what was learnt goes with what was recorded.
-        let is_same = config.caches() && is_one_file(config);
+        let is_same = config.caches() && is_one_file(config, model);
         let is_both = config.learns() && is_same;
         let made = || if is_both { profile::learnt(config, model) } else { profile::recorded(config, model) };
         if is_same && !sink.is_settled() && !may_replace(asked, model) {
@@ -79,17 +79,22 @@ impl Profiles {
 
     /// Saves what the model's cache has learnt to the profile that it began with, if there is a sink for it.
     fn save_learnt(&self, config: &Config, model: &Model, models: &[Arc<Model>], sink: Option<&mut Sink>) {
-        let Some(path) = &config.hot_cache else { return };
-        if !config.caches() || !config.learns() || is_one_file(config) {
+        let Some(path) = model.profile_file(config) else { return };
+        if !config.caches() || !config.learns() || is_one_file(config, model) {
             return;
         }
-        let Some(began_with) = began_with(model, models) else { return };
+        let began_with = began_with(model, models);
+        // One file for each model is made; one that the user has named is there.
+        let is_new = config.hot_cache == Some(CacheProfile::Auto) && model.starting().in_file().is_none();
+        if began_with.is_none() && !is_new {
+            return;
+        }
         if !self.is_learnt_checked.swap(true, Relaxed) {
             check_file(path, &self.is_learnt_failing);
         }
         if let Some(sink) = sink {
             let made = || profile::learnt(config, model);
-            sink.save_in_place(path, Some(&began_with), model.calls(), made, &self.is_learnt_failing);
+            sink.save_in_place(path, began_with.as_ref(), model.calls(), made, &self.is_learnt_failing);
         }
     }
 
@@ -104,8 +109,8 @@ impl Profiles {
 }
 
 /// Whether one file is both the cache's profile and the recording's output.
-fn is_one_file(config: &Config) -> bool {
-    let files = config.hot_cache.as_ref().zip(config.perf_out.as_ref());
+fn is_one_file(config: &Config, model: &Model) -> bool {
+    let files = model.profile_file(config).zip(config.perf_out.as_deref());
     files.is_some_and(|(cache, output)| is_same_file(cache, output))
 }
 

@@ -4,7 +4,7 @@
 
 use crate::files::{self, Claim, FileError, Growing, MAX_WAITING_BYTES, beside, is_same_file, read_start};
 use crate::ggml::{Level, OwnIds, log};
-use crate::options::Config;
+use crate::options::{CacheProfile, Config};
 use crate::runtime::model::Model;
 use crate::runtime::model::layer::Layer;
 use crate::trace::{LayerInfo, MAGIC, TraceWriter};
@@ -53,7 +53,7 @@ impl TraceFile {
         let refuse = |why: &dyn std::fmt::Display| {
             log(Level::Warn, &format!("{}: no trace is written: {why}", path.display()));
         };
-        let profiles = [&config.perf_out, &config.hot_cache];
+        let profiles = [config.perf_out.as_deref(), config.hot_cache.as_ref().and_then(CacheProfile::file)];
         if profiles.into_iter().flatten().any(|profile| is_same_file(path, profile)) {
             refuse(&"it is the profile's file too; expected a file for each");
             return None;

@@ -1,4 +1,7 @@
-"""qwen3moe in realistic proportions, for measuring: experts of 0.84 MiB in Q4_K, 12 layers of 64, eight per token."""
+"""qwen3moe in realistic proportions, for measuring: experts of 0.84 MiB in Q4_K, 12 layers of 64, eight per token; and half
+as many layers of that."""
+
+import dataclasses
 
 from writer import Sizes
 
@@ -9,3 +12,7 @@ SIZES = Sizes(n_layer=12, n_embd=1024, n_head=16, n_head_kv=4, n_ff=512, n_exper
 
 def qwen3moe_bench(writer, seed: int) -> None:
     add_qwen3moe(writer, seed, SIZES)
+
+
+def qwen3moe_half(writer, seed: int) -> None:
+    add_qwen3moe(writer, seed, dataclasses.replace(SIZES, n_layer=SIZES.n_layer // 2))
