@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from learning import FREE_COPIES, MAX_MIB, UPDATE_RATE
 from models import generated
 from paths import PLUGIN, PROBE
 from probe import assert_same_answer, decode, greedy
-from processes import HANG_S, run
+from processes import HANG_S
 from test_profile_schema import VALIDATOR
 
 NOBODY = 65534
@@ -98,15 +100,20 @@ def test_a_file_that_is_not_the_models_profile_stays(hot, model, tmp_path, text)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be somebody else")
-def test_a_folder_that_cannot_be_written_to(model, tmp_path):
+def test_a_folder_that_cannot_be_written_to():
     """The profile that is there is begun with; what is learnt goes to the user's cache directory, which wins from then on."""
-    home, out = tmp_path / "home", tmp_path / "out"
+    with tempfile.TemporaryDirectory() as name:  # pytest's own folders are its user's alone
+        Path(name).chmod(0o755)
+        somebody_elses_folder(Path(name))
+
+
+def somebody_elses_folder(place: Path):
+    home, out, models = place / "home", place / "out", place / "models"
     for folder in (home, out):
         folder.mkdir()
         os.chown(folder, NOBODY, NOBODY)
-    for folder in [tmp_path, *tmp_path.parents]:  # pytest's own are its user's alone
-        if "pytest" in folder.name:
-            folder.chmod(0o755)
+    models.mkdir()
+    model = Path(shutil.copy(shipped_model(), models / "small.gguf"))
 
     def start(name: str):
         folder = out / name
@@ -116,8 +123,10 @@ def test_a_folder_that_cannot_be_written_to(model, tmp_path):
         ours = {"LLAMA_ARG_MOE_HOT_CACHE": "auto", MAX_MIB: BUDGET_MIB, FREE_COPIES: 1, "HOME": home}
         environment = fake_environment(plugin=PLUGIN, stats=folder / "stats", **ours)
         environment.pop("XDG_CACHE_HOME", None)
-        run([PROBE, folder / "run.json", folder], out / f"{name}.log", environment, user=NOBODY)
-        return (out / f"{name}.log").read_text()
+        command = [PROBE, folder / "run.json", folder]
+        done = subprocess.run(command, env=environment, user=NOBODY, group=NOBODY, capture_output=True, text=True, timeout=HANG_S)
+        assert done.returncode == 0, done.stderr
+        return done.stderr
 
     first = start("first")
     (kept,) = (home / ".cache/moe-hot").iterdir()
@@ -129,7 +138,8 @@ def test_a_folder_that_cannot_be_written_to(model, tmp_path):
     assert ends(again)[0].hit_rate > ends(first)[0].hit_rate
     assert names(model.parent) == ["small.gguf"]
     # One that came with the model.
-    shutil.move(kept, model.with_name("small.gguf.experts.json"))
+    shutil.copyfile(kept, model.with_name("small.gguf.experts.json"))
+    kept.unlink()
     shipped = start("shipped")
     assert starts(shipped)[0].expected > 0
     assert kept.exists()
