@@ -24,6 +24,7 @@ MOST_DIVERGENCE_RATIO, NO_DIVERGENCE = 1.5, 1e-4
 # Of the normalised mean square error of logits. One operation's bound in llama.cpp's own test-backend-ops is 5e-4; here
 # are several layers of them, and where two experts are nearly even another one may be chosen.
 MOST_ERROR = 5e-3
+MOST_ROW_ERROR = 5e-4
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +37,13 @@ def error(stock: Result, ours: Result) -> float:
     expected, got = (np.frombuffer(result.logits, np.float32).astype(np.float64) for result in (stock, ours))
     assert expected.size == got.size > 0
     assert np.isfinite(got).all()
+    return ((got - expected) ** 2).sum() / (expected**2).sum()
+
+
+def row_error(stock: Result, ours: Result) -> float:
+    """The same of the rows that the first layer's experts give, whose input is the same in both."""
+    expected, got = (np.fromfile(result.folder / "rows.bin", np.float32).astype(np.float64) for result in (stock, ours))
+    assert expected.size == got.size > 0
     return ((got - expected) ** 2).sum() / (expected**2).sum()
 
 
@@ -147,6 +155,39 @@ def test_every_shape(on_vulkan, name):
     stock, ours = (run(model, SINGLE, **shape.options) for run in (on_vulkan.stock, lambda *a, **o: on_vulkan.run(*a, 8, **o)))
     assert_served(ours)
     assert error(stock, ours) < MOST_ERROR
+
+
+ROWS_OF = {"gpt-oss": "ffn_moe_down_biased", "gemma4": "ffn_moe_down_scaled", "qwen3moe-scales": "ffn_moe_down_scaled"}
+
+
+def in_few_tokens(names) -> list:
+    """The first with the other fast tests: its kernels are there already. All of them, and larger batches, with --full."""
+    several = [pytest.param(name, SEVERAL, marks=pytest.mark.full, id=f"{name}, 1 to 31 tokens") for name in names]
+    return several + [
+        pytest.param(name, SINGLE, marks=() if name == "Q4_K" else pytest.mark.full, id=f"{name}, one token") for name in names
+    ]
+
+
+@pytest.mark.parametrize(("name", "steps"), in_few_tokens(["F16", *QUANTIZED]))
+def test_rows_of_every_type(on_vulkan, name, steps):
+    assert_rows(on_vulkan, generated(name), steps, "ffn_moe_down")
+
+
+@pytest.mark.parametrize(("name", "steps"), in_few_tokens(SHAPES))
+def test_rows_of_every_shape(on_vulkan, name, steps):
+    shape = SHAPES[name]
+    assert_rows(on_vulkan, generated("F16", shape.architecture), steps, ROWS_OF.get(name, "ffn_moe_down"), **shape.options)
+
+
+def assert_rows(on_vulkan, model: Path, steps: list, tensor: str, **options) -> None:
+    """All experts resident: each row comes from the device once the cache is filled."""
+    n_expert = experts_per_layer(on_vulkan.hot.profile(model, SINGLE, **options))
+    stock = on_vulkan.stock(model, steps, rows_of=tensor, **options)
+    ours = on_vulkan.run(model, steps, n_expert, rows_of=tensor, **options)
+    assert_served(ours)
+    of_rows = row_error(stock, ours)
+    print(f"{model.stem}, {tensor}: {of_rows:.1e}, {ours.end.hit_rate:.0f} % hits")
+    assert 0 < of_rows < MOST_ROW_ERROR
 
 
 def types() -> list:

@@ -6,8 +6,9 @@
 // RUN.json (all but "model" and "steps" may be left out):
 //   {"model": PATH, "load_mode": "mmap" | "none", "n_gpu_layers": 0, "rpc": "127.0.0.1:PORT", "device": NAME,
 //    "experts_on": NAME, "cpu_moe": true, "repack": false, "contexts": 1, "n_ctx": 1024, "n_ubatch": 512, "n_seq": 1, "kv_unified": true,
-//    "n_threads": 2, "count_experts": false, "count_waits": NAME, "embeddings": false, "lora": PATH, "more_models": [PATH, ...],
+//    "n_threads": 2, "count_experts": false, "rows_of": NAME, "count_waits": NAME, "embeddings": false, "lora": PATH, "more_models": [PATH, ...],
 //    "steps": [STEP, ...]}
+// "rows_of": the tensor NAME-N of the first layer N that has it is written to OUT_DIR/rows.bin, raw f32, batch by batch.
 // Model 0 has the contexts; each of "more_models" has one more, numbered after those, and no adapter.
 // STEP, on context "context" (0):
 //   {"op": "decode", "sequences": [{"id": 0, "tokens": [...]}, ...], "outputs": "all" | "last" | "none"}
@@ -122,6 +123,45 @@ private:
     std::map<int, std::map<std::string, Counts>> layers;
 };
 
+// Keeps what one tensor of the first layer that has it holds, as it is computed.
+class RowRecorder {
+public:
+    explicit RowRecorder(std::string name) : prefix(std::move(name) + "-") {}
+
+    static bool callback(ggml_tensor * t, bool ask, void * self) {
+        auto * recorder = static_cast<RowRecorder *>(self);
+        if (ask) {
+            return recorder->wants(t);
+        }
+        std::vector<float> values(ggml_nelements(t));
+        ggml_backend_tensor_get(t, values.data(), 0, ggml_nbytes(t));
+        recorder->values.insert(recorder->values.end(), values.begin(), values.end());
+        return true;
+    }
+
+    std::vector<float> values;
+
+private:
+    bool wants(const ggml_tensor * t) {
+        if (strncmp(t->name, prefix.c_str(), prefix.size()) != 0 || t->type != GGML_TYPE_F32 || !ggml_is_contiguous(t)) {
+            return false;
+        }
+        if (tensor.empty()) {
+            tensor = t->name;
+        }
+        return tensor == t->name;
+    }
+
+    const std::string prefix;
+    std::string tensor;
+};
+
+// What contexts are made to tell as they compute, if anything.
+struct Listener {
+    ggml_backend_sched_eval_callback callback = nullptr;
+    void * data                               = nullptr;
+};
+
 // ---- loading ----
 
 struct ModelFree {
@@ -217,7 +257,7 @@ LoraPtr load_lora(llama_model * model, const json & run) {
     return lora;
 }
 
-ContextPtr make_context(llama_model * model, const json & run, llama_adapter_lora * lora, ExpertCounter * counter) {
+ContextPtr make_context(llama_model * model, const json & run, llama_adapter_lora * lora, const Listener & listener) {
     llama_context_params params = llama_context_default_params();
     params.n_ctx                = run.value("n_ctx", 1024);
     params.n_batch              = params.n_ctx;
@@ -230,10 +270,8 @@ ContextPtr make_context(llama_model * model, const json & run, llama_adapter_lor
         params.embeddings   = true;
         params.pooling_type = LLAMA_POOLING_TYPE_NONE;  // one row per token
     }
-    if (counter) {
-        params.cb_eval           = ExpertCounter::callback;
-        params.cb_eval_user_data = counter;
-    }
+    params.cb_eval           = listener.callback;
+    params.cb_eval_user_data = listener.data;
     ContextPtr context(llama_init_from_model(model, params));
     if (!context) {
         throw std::runtime_error("cannot create a context");
@@ -302,7 +340,7 @@ struct Session {
 // The models that are loaded and their contexts.
 class Host {
 public:
-    Host(const json & run, ExpertCounter * counter) : run(run), counter(counter) {
+    Host(const json & run, Listener listener) : run(run), listener(listener) {
         std::vector<std::string> more = run.value("more_models", std::vector<std::string>());
         paths.push_back(run.at("model"));
         paths.insert(paths.end(), more.begin(), more.end());
@@ -324,7 +362,7 @@ public:
         for (Session & session : sessions) {
             if (session.model == index) {
                 llama_adapter_lora * adapter = index == 0 ? lora.get() : nullptr;
-                session.context    = make_context(models[index].get(), run, adapter, counter);
+                session.context    = make_context(models[index].get(), run, adapter, listener);
                 session.embeddings = run.value("embeddings", false);
             }
         }
@@ -362,7 +400,7 @@ public:
 
 private:
     const json & run;
-    ExpertCounter * counter;
+    Listener listener;
     std::vector<std::string> paths;
     std::vector<ModelPtr> models;
     LoraPtr lora;
@@ -555,7 +593,15 @@ void run(const json & run, const std::filesystem::path & out_dir) {
         count_waits(run.at("count_waits"));
     }
 
-    Host host(run, count_experts ? &counter : nullptr);
+    RowRecorder recorder(run.value("rows_of", ""));
+    Listener listener;
+    if (count_experts) {
+        listener = {ExpertCounter::callback, &counter};
+    } else if (run.contains("rows_of")) {
+        listener = {RowRecorder::callback, &recorder};
+    }
+
+    Host host(run, listener);
     const Output output = run_steps(host, run.at("steps"));
 
     json result = {{"devices", device_names()}, {"batches", output.batches}, {"waits", output.waits}};
@@ -565,6 +611,9 @@ void run(const json & run, const std::filesystem::path & out_dir) {
     const std::string text = result.dump();
     write_file(out_dir / "result.json", text.data(), text.size());
     write_file(out_dir / "logits.bin", (const char *) output.logits.data(), output.logits.size() * sizeof(float));
+    if (run.contains("rows_of")) {
+        write_file(out_dir / "rows.bin", (const char *) recorder.values.data(), recorder.values.size() * sizeof(float));
+    }
 }
 
 }  // namespace
