@@ -47,6 +47,16 @@ def run(hot, steps, slots: int | None = None, fake: dict | None = None, **option
     return ours
 
 
+def test_layers_that_come_after_the_first_prompts_are_cached_too(hot):
+    """Of a prompt that is stock's only the last layer's experts are asked for, for the row that is put out."""
+    prompts = [decode(40, outputs="last", seed=seed) for seed in range(CALLS_BEFORE_FILL + 1)]
+    result = run(hot, [*prompts, greedy(30)], slots=N_EXPERT, n_ctx=512)
+    assert result.complaints == []
+    assert [start.layers for start in result.starts] == [1, N_LAYERS]
+    assert result.hits > 20 * N_LAYERS * N_USED
+    assert result.stats["allocated_bytes"] == 0
+
+
 def test_decoding_goes_on_while_the_cache_is_filled(hot):
     """With no hits as long as nothing has arrived, then with some, then with most; and stock's answer at any time."""
     no_copy = [*FILL_BEGINS, greedy(30)]

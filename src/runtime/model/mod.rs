@@ -192,11 +192,26 @@ impl Model {
         }
         let name = weights.name().into_owned();
         let number = layer_number(&name).unwrap_or_else(|| inner.next_number());
+        let n_layers = inner.layers.len();
         let layer = inner.find_or_add(number, weights, n_used);
+        let is_new = inner.layers.len() > n_layers;
         inner.by_weights.insert(key, layer.clone());
         let shape = [0, 1, 2].map(|dim| weights.ne(dim));
         inner.tensors.insert(name, KnownTensor { layer: number, fingerprint: fingerprint(weights), shape });
+        drop(inner);
+        if is_new && !self.refill.is_wanted() {
+            self.plan_again();
+        }
         layer
+    }
+
+    /// Has the cache filled anew: a layer has come that it was not planned for. While prompts are computed only the last layer's
+    /// experts may be asked for.
+    fn plan_again(&self) {
+        match self.layers().iter().find_map(|layer| layer.cache()) {
+            Some(cache) => cache.handle.end_for_refill(),
+            None => self.refill.want(),
+        }
     }
 
     /// Forgets the weights of one buffer and what was copied from it; counts are kept.
