@@ -1,5 +1,6 @@
 //! Why the command ends, and with which exit code.
 
+use crate::files::FileError;
 use anyhow::Error;
 use std::io;
 use std::process::ExitCode;
@@ -49,6 +50,14 @@ impl<T, E: Into<Error>> OrFail<T> for Result<T, E> {
 
     fn or_internal(self) -> Result<T, Failure> {
         self.map_err(|error| Failure::Internal(error.into()))
+    }
+}
+
+/// With the system's own error, so that its kind decides on the exit code.
+pub fn told(error: FileError) -> Error {
+    match error {
+        FileError::System { action, error } => Error::new(error).context(action),
+        other => other.into(),
     }
 }
 

@@ -1,18 +1,15 @@
 //! What the commands print and the files they write: whole or not at all, and never over anything that is still wanted.
 
-use super::failure::{Failure, OrFail, named_by_user};
-use crate::files::folder_of;
-use anyhow::{Context, Result, anyhow, bail, ensure};
+use super::failure::{Failure, OrFail, named_by_user, told};
+use crate::files::{Claim, FileError, Replaced, claim, folder_of};
+use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
 use comfy_table::{CellAlignment, Table, presets};
 use serde::Serialize;
-use std::fs::{self, Permissions};
+use std::fs;
 use std::io::{self, Write};
-use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-
-/// Mode of a new file before the user's umask.
-const FILE_MODE: u32 = 0o666;
 
 /// Where a command writes its result.
 #[derive(Args, Debug)]
@@ -63,27 +60,15 @@ impl OutputArgs {
     }
 }
 
-/// Writes a file so that it is there whole or not at all; replaces what is there only if asked to.
+/// Writes a file so that it is there whole or not at all, where the file system can do that; replaces what is there only if
+/// asked to.
 pub fn write_file(path: &Path, bytes: &[u8], replace: bool) -> Result<()> {
-    let target = fs::canonicalize(path).unwrap_or_else(|_| path.into()); // through a symbolic link
-    let mut temporary = tempfile::Builder::new()
-        .prefix(".moe-hot-")
-        .suffix(".tmp")
-        .permissions(Permissions::from_mode(FILE_MODE))
-        .tempfile_in(folder_of(&target))
-        .context("a temporary file beside it")?;
-    temporary.write_all(bytes).and_then(|()| temporary.as_file().sync_all()).context("writing")?;
-    let persisted = if replace {
-        temporary.persist(&target)
-    } else {
-        match temporary.persist_noclobber(&target) {
-            Err(error) if error.error.kind() == io::ErrorKind::AlreadyExists => bail!("exists by now"),
-            // Not every file system can refuse to replace; there was nothing a moment ago.
-            Err(error) if fs::symlink_metadata(&target).is_err() => error.file.persist(&target),
-            done => done,
-        }
-    };
-    persisted.map(drop).map_err(|error| anyhow!(error.error))
+    let Claim::Ours(mut file) = claim(path).map_err(told)? else { bail!(FileError::Held) };
+    ensure!(replace || file.present().is_none(), "exists by now");
+    let replaced = file.replace(bytes).map_err(told)?;
+    ensure!(replaced == Replaced::Done, "another file has come there meanwhile");
+    file.take_notes().iter().for_each(|note| tell(&format!("{}: {note}", path.display())));
+    Ok(())
 }
 
 /// Prints a result. A reader that has gone away has seen what it wanted.

@@ -1,7 +1,8 @@
 //! The files that the user names for us: each is looked at before the program starts.
 
+use super::failure::told;
 use super::same_model::{RecordedFrom, check_model};
-use crate::files::{FileError, check, is_same_file, open_to_read, read_start};
+use crate::files::{check, is_same_file, open_to_read, read_start};
 use crate::gguf::ModelFile;
 use crate::options::host;
 use crate::options::launcher::SAID_QUANTISATION;
@@ -46,14 +47,6 @@ pub fn profile_to_read(path: &Path, model: Option<&ModelFile>, learns: bool) -> 
         eprintln!("moe-hot: {}", other_quantisation(&path, learns));
     }
     Ok((path, from))
-}
-
-/// With the system's own error, so that its kind decides on the exit code.
-fn told(error: FileError) -> Error {
-    match error {
-        FileError::System { action, error } => Error::new(error).context(action),
-        other => other.into(),
-    }
 }
 
 /// Fails if one file is to be both a trace and a profile.

@@ -32,6 +32,9 @@ pub enum FileError {
         /// How large it may be.
         limit: u64,
     },
+    /// Somebody else has it.
+    #[error("another program writes to it")]
+    Held,
     /// Somebody has removed, replaced or changed the file while it was ours.
     #[error("it has been removed, replaced or changed by another program")]
     Gone,

@@ -1,39 +1,40 @@
 //! Replacing a profile by a text that the user has sent, the old one kept.
 
-use crate::files::{FileError, folder_of};
+use crate::files::{Claim, Claimed, FileError, Replaced, claim};
 use crate::{Error, Result};
 use std::fs;
-use std::io::{self, Write};
+use std::io::{Read, Seek};
 use std::path::{Path, PathBuf};
-use tempfile::NamedTempFile;
 
-/// Puts `text` in the place of the file at `path`, so that at any moment one of both stands there, whole. What stood there is
-/// kept beside it, in the place of an earlier one; returns where, if there was anything.
+/// Puts `text` in the place of the file at `path`, so that at any moment one of both stands there, whole, where the file system
+/// can do that. What stood there is kept beside it, in the place of an earlier one; returns where, if there was anything.
+///
+/// Fails if another program holds one of the files, or the system refuses to write.
 pub fn replace_keeping_old(path: &Path, text: &[u8]) -> Result<Option<PathBuf>> {
-    replace(path, text).map_err(|error| Error::file(path, FileError::System { action: "cannot replace", error }))
-}
-
-fn replace(path: &Path, text: &[u8]) -> io::Result<Option<PathBuf>> {
     let target = fs::canonicalize(path).unwrap_or_else(|_| path.into());
-    let old = match fs::read(&target) {
-        Ok(old) => Some(old),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => None,
-        Err(error) => return Err(error),
+    let failed = |path: &Path, error: FileError| Error::file(path, error);
+    let hold = |path: &Path| match claim(path).map_err(|error| failed(path, error))? {
+        Claim::Ours(file) => Ok(file),
+        Claim::Taken => Err(failed(path, FileError::Held)),
     };
-    let mode = fs::metadata(&target).ok().map(|meta| meta.permissions());
-    let put = |to: &Path, bytes: &[u8]| -> io::Result<()> {
-        let mut file = NamedTempFile::new_in(folder_of(to))?;
-        file.write_all(bytes)?;
-        if let Some(mode) = &mode {
-            file.as_file().set_permissions(mode.clone())?;
-        }
-        file.as_file().sync_all()?;
-        file.persist(to).map(drop).map_err(|error| error.error)
+    let put = |path: &Path, mut file: Claimed, bytes: &[u8]| match file.replace(bytes) {
+        Ok(Replaced::Done) => Ok(()),
+        Ok(Replaced::Lost) => Err(failed(path, FileError::Gone)),
+        Err(error) => Err(failed(path, error)),
     };
-    let mut kept = target.clone().into_os_string();
-    kept.push(".bak");
-    let kept = old.map(|old| put(Path::new(&kept), &old).map(|()| PathBuf::from(&kept))).transpose()?;
-    put(&target, text)?;
+    let file = hold(&target)?;
+    let mut kept = None;
+    if let Some(mut held) = file.present() {
+        let mut old = Vec::new();
+        let read = held.rewind().and_then(|()| held.read_to_end(&mut old));
+        read.map_err(|error| failed(path, FileError::System { action: "cannot be read", error }))?;
+        let mut backup = target.clone().into_os_string();
+        backup.push(".bak");
+        let backup = PathBuf::from(backup);
+        put(&backup, hold(&backup)?, &old)?;
+        kept = Some(backup);
+    }
+    put(&target, file, text)?;
     Ok(kept)
 }
 

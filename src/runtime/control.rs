@@ -7,7 +7,7 @@ use super::model::{Model, Totals};
 use super::registry::Runtime;
 use super::view::{Mode, Since};
 use crate::options::{HOT_CACHE, OPTIONS};
-use crate::profile::{LayerPerf, ModelId, ProfileError, RecordedProfile, SCHEMA, Summary, ratio, replace_keeping_old};
+use crate::profile::{LayerPerf, ModelId, ProfileError, RecordedProfile, SCHEMA, Summary, ratio};
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 use std::collections::BTreeMap;
@@ -248,7 +248,7 @@ impl Runtime {
             })?;
             let text = to_be_kept(text, profile.model.is_none().then(|| model.id()).as_ref())?;
             profile = Arc::new(RecordedProfile::from_slice(&text)?);
-            let old = replace_keeping_old(path, &text).map_err(|error| ControlError::Internal(error.to_string()))?;
+            let old = self.replace_profile(path, &text).map_err(|error| ControlError::Internal(error.to_string()))?;
             applied.saved_to = Some(path.display().to_string());
             applied.old_kept_as = old.map(|old| old.display().to_string());
         }

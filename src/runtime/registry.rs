@@ -207,6 +207,11 @@ impl Runtime {
         }
     }
 
+    /// Puts a profile in the place of the file that what is learnt goes to; returns where the old one is kept.
+    pub(super) fn replace_profile(&self, path: &Path, text: &[u8]) -> crate::Result<Option<PathBuf>> {
+        self.profiles.replace_keeping_old(path, text)
+    }
+
     /// Where routing is written, if anywhere.
     fn trace(&self) -> Option<&TraceFile> {
         self.trace.get()?.as_ref()

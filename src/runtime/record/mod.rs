@@ -11,7 +11,7 @@ use crate::Error;
 use crate::files::{self, is_same_file};
 use crate::ggml::{Level, log};
 use crate::options::{CacheProfile, Config};
-use crate::profile::ModelId;
+use crate::profile::{ModelId, replace_keeping_old};
 use sink::{Sink, tell};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -96,6 +96,16 @@ impl Profiles {
             let made = || profile::learnt(config, model);
             sink.save_in_place(path, began_with.as_ref(), model.calls(), made, &self.is_learnt_failing);
         }
+    }
+
+    /// Puts `text` in the place of a profile that may be ours; returns where the old one is kept. No save comes in between, and
+    /// the next one takes the file anew.
+    pub fn replace_keeping_old(&self, path: &Path, text: &[u8]) -> crate::Result<Option<PathBuf>> {
+        let mut sinks = self.lock();
+        for sinks in sinks.iter_mut() {
+            [&mut sinks.recorded, &mut sinks.learnt].into_iter().for_each(|sink| sink.release(path));
+        }
+        replace_keeping_old(path, text)
     }
 
     /// The file that a model's recording goes to, once it is ours.

@@ -1,6 +1,6 @@
 //! A profile's way to its file: which file it may take, and when there is something new to write.
 
-use crate::files::{Replaced, beside};
+use crate::files::{Replaced, beside, is_same_file};
 use crate::ggml::{Level, log};
 use crate::profile::{Acquired, ModelId, OutputFile, Profile};
 use crate::{Error, Result};
@@ -104,6 +104,13 @@ impl Sink {
                 failing.store(false, Relaxed);
             }
             Err(error) => tell(&error, failing),
+        }
+    }
+
+    /// Gives this file up, if it is the one, until the next save.
+    pub fn release(&mut self, path: &Path) {
+        if self.file().is_some_and(|file| is_same_file(file.path(), path)) {
+            self.output = Output::Unsettled;
         }
     }
 
