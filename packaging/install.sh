@@ -95,7 +95,8 @@ if [ $# = 1 ]; then
 elif [ "$(id -u)" = 0 ]; then
     prefix=/usr/local
 else
-    prefix=${HOME:?}/.local
+    [ -n "${HOME-}" ] || refuse "HOME is not set; expected the name of a folder"
+    prefix=$HOME/.local
 fi
 [ -n "$prefix" ] || refuse "expected the name of a folder"
 case $prefix in

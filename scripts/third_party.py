@@ -20,7 +20,8 @@ of this crate holds no text of it."""
 
 
 def refuse(message: str) -> None:
-    sys.exit(f"third_party.py: {message}")
+    print(f"third_party.py: {message}", file=sys.stderr)
+    sys.exit(2)
 
 
 def metadata() -> dict:

@@ -22,7 +22,7 @@ from hot import ends, starts
 from launcher import launch
 from paths import REPOSITORY
 from processes import HANG_S, free_port, listens, process, run, stock_environment, wait_for
-from root_folder import HOME, TOOLS, RootFolder
+from root_folder import TOOLS, RootFolder
 from server import start
 
 VERSION = tomllib.loads((REPOSITORY / "Cargo.toml").read_text())["package"]["version"]
@@ -58,6 +58,8 @@ class Packages:
 
 def make_packages() -> None:
     done = subprocess.run([REPOSITORY / "scripts/package"], capture_output=True, text=True, timeout=HANG_S)
+    if "needs glibc" in done.stderr and done.returncode == 2:
+        pytest.skip(done.stderr.splitlines()[-1])  # this system is newer than those that packages are for
     assert done.returncode == 0, done.stderr
 
 
