@@ -129,7 +129,8 @@ fn looked_up(functions: &[&ForeignItemFn]) -> Result<String> {
         /// Never reached: nothing is called before all are found, but for what `is_found` has been asked about.
         #[cold]
         fn not_found(index: usize) -> ! {
-            eprintln!("moe-hot: internal error: {:?} is called and not looked up; please report it", NAMES[index]);
+            let name = NAMES.get(index);
+            eprintln!("moe-hot: internal error: {name:?} is called and not looked up; please report it");
             ::std::process::abort()
         }
     };

@@ -180,11 +180,29 @@ fn ours(arg: &OsStr) -> Option<OsString> {
     is_ours.then_some(flag)
 }
 
+/// What stands above our flags where all are described.
+const HEADING: &str = "Flags among the program's arguments";
+
 /// Our flags, each with what it does, for `--help`.
 pub fn help() -> String {
-    let line =
-        |option: &OptionSpec| format!("  {}\n          {} (default: {})", usage(option), option.help, option.default);
-    format!("Flags among the program's arguments:\n{}", OPTIONS.map(line).join("\n"))
+    let line = |option: &OptionSpec| format!("  {}\n          {}", usage(option), explained(option));
+    format!("{HEADING}:\n{}", OPTIONS.map(line).join("\n"))
+}
+
+/// Our flags as if they were options of our own, for the manual page.
+pub fn for_manual() -> impl Iterator<Item = Arg> {
+    OPTIONS.into_iter().map(|option| {
+        Arg::new(option.flag)
+            .long(option.ini_key())
+            .value_name(option.value_name)
+            .env(option.variable)
+            .help(explained(option))
+            .help_heading(HEADING)
+    })
+}
+
+fn explained(option: &OptionSpec) -> String {
+    format!("{} (default: {})", option.help, option.default)
 }
 
 fn list() -> String {

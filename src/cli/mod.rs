@@ -14,6 +14,7 @@ mod formats;
 mod import;
 mod inspect;
 mod launch;
+mod man_pages;
 mod merge;
 mod model;
 mod native;
@@ -29,6 +30,7 @@ mod same_model;
 mod size;
 mod two_caches;
 
+use crate::ggml::served_revisions;
 use anyhow::anyhow;
 use clap::error::ErrorKind;
 use clap::{CommandFactory, Parser, Subcommand};
@@ -44,8 +46,9 @@ const NAMES: &str = "Any other name is that of a llama.cpp program, which is sta
 
 /// Runs a llama.cpp program with the moe-hot plugin.
 #[derive(Parser)]
-#[command(name = "moe-hot", version, about, override_usage = "moe-hot PROGRAM [ARGS…]\n       moe-hot COMMAND …",
-    after_help = format!("{NAMES}\n\nExamples:\n  {}\n\n{}", EXAMPLES.join("\n  "), flags::help()), disable_help_subcommand = true)]
+#[command(name = "moe-hot", version, long_version = long_version(), propagate_version = true, about,
+    override_usage = "moe-hot PROGRAM [ARGS…]\n       moe-hot COMMAND …",
+    after_help = format!("{}\n\n{}", notes(), flags::help()), disable_help_subcommand = true)]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -59,6 +62,16 @@ const EXAMPLES: [&str; 4] = [
     "moe-hot llama-server -m model.gguf --moe-hot-cache experts.json",
 ];
 
+/// The version, and which llama.cpp it is for.
+fn long_version() -> String {
+    format!("{}\nserves {}", env!("CARGO_PKG_VERSION"), served_revisions())
+}
+
+/// What stands below the commands and options, in the help and in the manual page.
+fn notes() -> String {
+    format!("{NAMES}\n\nExamples:\n  {}", EXAMPLES.join("\n  "))
+}
+
 #[derive(Subcommand)]
 enum Command {
     Inspect(inspect::InspectArgs),
@@ -70,6 +83,8 @@ enum Command {
     Report(report::ReportArgs),
     Replay(replay::ReplayArgs),
     Completions(completions::CompletionsArgs),
+    #[command(hide = true)]
+    ManPages(man_pages::ManPagesArgs),
     /// Any llama.cpp program, by name or path, with its own arguments.
     #[command(external_subcommand)]
     Program(Vec<OsString>),
@@ -88,6 +103,7 @@ pub fn main() -> ExitCode {
         Ok(Command::Report(args)) => report::report(&args),
         Ok(Command::Replay(args)) => replay::replay(&args),
         Ok(Command::Completions(args)) => completions::completions(&args, Cli::command()),
+        Ok(Command::ManPages(args)) => man_pages::man_pages(&args, Cli::command().after_help(notes())),
         Err(failure) => Err(failure),
     };
     match done {

@@ -56,11 +56,14 @@ pub fn find(name: &OsStr, own_folder: &Path) -> Result<PathBuf> {
         None if is_path => {
             bail!("{}: no such program; expected the path of an executable file", Path::new(name).display())
         }
-        None => bail!(
-            "{}: no such program in {} or PATH; expected a llama.cpp program such as llama-server",
-            Path::new(name).display(),
-            folders[1].display()
-        ),
+        None => {
+            // An installed moe-hot has no such folder.
+            let stock = if folders[1].is_dir() { format!("{} or ", folders[1].display()) } else { String::new() };
+            bail!(
+                "{}: no such program in {stock}PATH; expected a llama.cpp program such as llama-server",
+                Path::new(name).display()
+            )
+        }
     }
 }
 

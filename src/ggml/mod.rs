@@ -44,7 +44,7 @@ pub use operation::{MAX_SOURCES, OpParams};
 pub use own_graph::{OwnGraph, PlacedTensors, graphs_built};
 pub use revisions::BackendApi;
 #[allow(unused_imports)] // for the launcher's check
-pub use revisions::{NOT_SERVED, is_served_build, served};
+pub use revisions::{NOT_SERVED, is_served_build, served, served_revisions};
 pub use tensor::Tensor;
 
 /// The generated bindings to ggml. No function is linked: all are looked up in the ggml that has loaded us, but for unit

@@ -50,19 +50,23 @@ pub fn is_served_build(number: u32) -> bool {
 /// How the line begins that says that the plugin does not serve its host; the reason follows.
 pub const NOT_SERVED: &str = "not loaded, the host goes on without it: ";
 
+/// What is served, in words that follow a verb.
+pub fn served_revisions() -> String {
+    match OTHER_TREE {
+        None => {
+            let (first, last) = served_builds().into_inner();
+            format!("llama.cpp b{first} (API 2) to b{last} (API 3) and builds with the same layouts")
+        }
+        Some(tree) => format!("the llama.cpp in {tree} (API {})", sys::GGML_BACKEND_API_VERSION),
+    }
+}
+
 /// For messages: what is served, and what to do about another revision.
 pub fn served() -> String {
     const COMMAND: &str =
         "to build the plugin for this very one, run in moe-hot's folder: scripts/build-for PATH-OF-ITS-LLAMA.CPP";
-    match OTHER_TREE {
-        None => {
-            let (first, last) = served_builds().into_inner();
-            format!(
-                "served are llama.cpp b{first} (API 2) to b{last} (API 3) and builds with the same layouts; {COMMAND}"
-            )
-        }
-        Some(tree) => format!("served is the llama.cpp in {tree} (API {}); {COMMAND}", sys::GGML_BACKEND_API_VERSION),
-    }
+    let verb = if OTHER_TREE.is_none() { "are" } else { "is" };
+    format!("served {verb} {}; {COMMAND}", served_revisions())
 }
 
 #[cfg(test)]

@@ -4,7 +4,7 @@ use super::guard::{NAME, guard};
 use super::{backend, buffer, buffer_type, event};
 use crate::ggml::{BackendApi, BufferType, Tensor, sys};
 use crate::runtime::runtime;
-use std::ffi::{c_char, c_void};
+use std::ffi::{CStr, c_char, c_void};
 use std::ptr::{null, null_mut};
 
 /// A device of `registry` with its buffer type, which is its context. Lives as long as the process.
@@ -42,7 +42,14 @@ unsafe fn buffer_type(device: sys::ggml_backend_dev_t) -> sys::ggml_backend_buff
     unsafe { (*device).context.cast() }
 }
 
-const DESCRIPTION: &std::ffi::CStr = c"hot experts on the GPU, cold ones on the CPU";
+const DESCRIPTION: &CStr = {
+    const WITH_NUL: &str =
+        concat!("moe-hot ", env!("CARGO_PKG_VERSION"), ": hot experts on the GPU, cold ones on the CPU\0");
+    match CStr::from_bytes_with_nul(WITH_NUL.as_bytes()) {
+        Ok(text) => text,
+        Err(_) => NAME,
+    }
+};
 
 unsafe extern "C" fn get_name(_: sys::ggml_backend_dev_t) -> *const c_char {
     NAME.as_ptr()
