@@ -17,5 +17,5 @@ mod tests;
 pub use claim::{Claim, Claimed, Replaced, check, claim};
 pub use error::{FileError, Note};
 pub use grow::{Growing, MAX_WAITING_BYTES};
-pub use open::{open_to_read, read_start};
+pub use open::{is_younger, open_to_read, read_start};
 pub use path::{beside, folder_of, is_same_file};

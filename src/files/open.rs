@@ -8,6 +8,7 @@ use std::io::{self, Read};
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
+use std::time::SystemTime;
 
 /// The highest descriptor of a standard stream.
 const LAST_STREAM: RawFd = 2;
@@ -33,6 +34,12 @@ pub fn read_start(mut file: &File, n: usize) -> io::Result<Vec<u8>> {
     io::Seek::rewind(&mut file)?;
     file.take(n as u64).read_to_end(&mut start)?;
     Ok(start)
+}
+
+/// Whether a file has been written since `began`; not known to be without that.
+pub fn is_younger(file: &File, began: Option<SystemTime>) -> bool {
+    let written = file.metadata().and_then(|meta| meta.modified());
+    began.zip(written.ok()).is_some_and(|(began, written)| written >= began)
 }
 
 /// Files that take the places of closed standard streams as long as they live.

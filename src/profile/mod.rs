@@ -29,6 +29,6 @@ pub(crate) use compare::other_quantisation;
 pub(crate) use counts::{Counter, Counts, check_ids};
 pub(crate) use fingerprint::{TensorId, combine_fingerprints, fingerprint_in_file};
 pub(crate) use format::{MAX_COUNT, MAX_EXPERTS, MAX_LAYER, MAX_MIB, OPT_SCHEMA, SCHEMA};
-pub(crate) use output::{Acquired, OutputFile};
+pub(crate) use output::{Acquired, MayReplace, OutputFile};
 pub(crate) use replace::replace_keeping_old;
 pub(crate) use write::{BatchCounts, LayerPerf, LayerRecord, MoeHot, Profile, Summary, ratio, without_zeros};

@@ -7,16 +7,26 @@ use super::error::NotAProfileError;
 use super::fingerprint::ModelId;
 use super::head::{Found, look};
 use super::write::Profile;
-use crate::files::{self, Claim, Claimed, FileError, Note, Replaced, open_to_read};
+use crate::files::{self, Claim, Claimed, FileError, Note, Replaced, is_younger, open_to_read};
 use crate::{Error, Result};
 use std::io;
 use std::path::Path;
+use std::time::SystemTime;
 
 /// How often the file may change while we look at it before we give up.
 const MAX_TRIES: usize = 16;
 
 /// A profile's file, held by this process.
 pub struct OutputFile(Claimed);
+
+/// Which profiles, besides those of the same model, another one may take the place of.
+#[derive(Clone, Copy, Default)]
+pub struct MayReplace<'a> {
+    /// Of this model too.
+    pub or_of: Option<&'a ModelId>,
+    /// Only those that were written before: what another program has written since is of this session too.
+    pub older_than: Option<SystemTime>,
+}
 
 /// What came of [`OutputFile::acquire`].
 pub enum Acquired {
@@ -29,11 +39,10 @@ pub enum Acquired {
 }
 
 impl OutputFile {
-    /// Takes `path` and writes the profile there, if nothing, an empty file, or a profile of the same model is there, or of
-    /// `or_of`.
+    /// Takes `path` and writes the profile there, if nothing, an empty file, or a profile is there whose place it may take.
     ///
     /// Fails where the system does not let us look or write.
-    pub fn acquire(path: &Path, profile: &Profile, or_of: Option<&ModelId>) -> Result<Acquired> {
+    pub fn acquire(path: &Path, profile: &Profile, may: MayReplace<'_>) -> Result<Acquired> {
         let text = encode(path, profile)?;
         for _ in 0..MAX_TRIES {
             let mut file = match files::claim(path).map_err(|error| Error::file(path, error))? {
@@ -42,7 +51,10 @@ impl OutputFile {
             };
             match look(file.present()) {
                 Found::NotAProfile(error) => return Ok(Acquired::NotAProfile(error)),
-                Found::Profile(theirs) if !is_of(theirs.as_ref(), profile.model.as_ref(), or_of) => {
+                Found::Profile(theirs) if !is_of(theirs.as_ref(), profile.model.as_ref(), may.or_of) => {
+                    return Ok(Acquired::Taken);
+                }
+                Found::Profile(_) if file.present().is_some_and(|present| is_younger(present, may.older_than)) => {
                     return Ok(Acquired::Taken);
                 }
                 Found::Profile(_) | Found::Nothing => {}
@@ -107,7 +119,8 @@ mod tests {
     use std::fs;
 
     fn acquire_or(path: &Path, fingerprint: &str, count: u64, or_of: Option<&ModelId>) -> Option<OutputFile> {
-        match OutputFile::acquire(path, &profile(fingerprint, count), or_of).unwrap() {
+        let may = MayReplace { or_of, ..MayReplace::default() };
+        match OutputFile::acquire(path, &profile(fingerprint, count), may).unwrap() {
             Acquired::File(file) => Some(file),
             Acquired::Taken => None,
             Acquired::NotAProfile(error) => panic!("{error}"),
@@ -162,6 +175,22 @@ mod tests {
     }
 
     #[test]
+    fn what_another_program_has_written_in_this_session_stays() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("experts.json");
+        drop(acquire(&path, "a", 1));
+        let written = fs::metadata(&path).unwrap().modified().unwrap();
+        let acquire_at = |began: SystemTime| {
+            let may = MayReplace { older_than: Some(began), ..MayReplace::default() };
+            OutputFile::acquire(&path, &profile("a", 2), may).unwrap()
+        };
+        assert!(matches!(acquire_at(written), Acquired::Taken));
+        assert_eq!(read(&path), ("a".into(), 1));
+        assert!(matches!(acquire_at(written + std::time::Duration::from_nanos(1)), Acquired::File(_)));
+        assert_eq!(read(&path), ("a".into(), 2));
+    }
+
+    #[test]
     fn many_that_want_one_file_at_once_agree_on_one_owner() {
         let folder = tempfile::tempdir().unwrap();
         let path = &folder.path().join("experts.json");
@@ -182,7 +211,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("model.gguf");
         fs::write(&path, "GGUF....").unwrap();
-        let acquired = OutputFile::acquire(&path, &profile("a", 1), None).unwrap();
+        let acquired = OutputFile::acquire(&path, &profile("a", 1), MayReplace::default()).unwrap();
         assert!(matches!(acquired, Acquired::NotAProfile(NotAProfileError::NotJson(_))));
         assert_eq!(fs::read(&path).unwrap(), b"GGUF....");
         assert!(OutputFile::check(&path).unwrap_err().to_string().contains("not a routing profile"));

@@ -291,6 +291,52 @@ def test_a_routers_children_have_options_and_endpoints_of_their_own(tmp_path):
     assert all(Profile.read(file).raw["layers"] for file in files.values())
 
 
+def test_a_model_that_a_router_loads_again_leaves_the_first_recording(tmp_path):
+    file, preset = tmp_path / "experts.json", tmp_path / "models.ini"
+    preset.write_text(f"version = 1\n[main]\nmodel = {shipped_model()}\n")
+    with serve(tmp_path, "--models-preset", preset, "--moe-layer-perf-out", file, environment=stock_environment()) as server:
+        for _ in range(2):
+            complete(server, 5, model="main")
+            assert call(server, "POST", "/models/unload", {"model": "main"}).status_code == 200
+            wait_for("the model is unloaded", lambda: model_state(server) == "unloaded")
+        server.stop()
+    (second,) = set(tmp_path.glob("experts*.json")) - {file}
+    assert Profile.read(file).raw["summary"] == Profile.read(second).raw["summary"]
+
+
+def model_state(server: Server) -> str:
+    (model,) = call(server, "GET", "/models").json()["data"]
+    return model["status"]["value"]
+
+
+def test_a_models_own_profile_is_kept_by_server_and_router(tmp_path):
+    """`--moe-hot-cache auto`. What is POSTed goes there too, and what is learnt later is added."""
+    models = {name: tmp_path / name / "model.gguf" for name in ("main", "other")}
+    for model, source in zip(models.values(), (shipped_model(), generated("Q4_K")), strict=True):
+        model.parent.mkdir()
+        model.symlink_to(source)
+    kept = {name: model.with_name("model.gguf.experts.json") for name, model in models.items()}
+    learning = fake_environment(MOE_HOT_TEST_FREE_COPIES=1)
+    size = ["--moe-hot-cache", "auto", "--moe-hot-cache-max-mib", 4, "--moe-hot-cache-device", FAKE_DEVICE]
+    with serve(tmp_path, "-m", models["main"], *size, environment=learning) as server:
+        complete(server, 40)
+        without_model = {"schema": "llama.cpp.moe_layer_perf.v1", "layers": [{"layer": 0, "experts": [[0, 1]]}]}
+        answer = call(server, "POST", CACHE, {"profile": without_model, "save_to_disk": True})
+        assert answer.status_code == 200 and answer.json()["saved_to"] == str(kept["main"]), answer.text
+        assert Profile.read(kept["main"]).raw["model"]["tensors"], "whose it is stands there now"
+        assert snapshot(server)["options"]["--moe-hot-cache"] == "auto"
+        complete(server, 40)
+        server.stop()
+    assert len(Profile.read(kept["main"]).raw["layers"]) == N_LAYERS
+    preset = tmp_path / "models.ini"
+    preset.write_text("version = 1\n" + "".join(f"[{name}]\nmodel = {model}\n" for name, model in models.items()))
+    with serve(tmp_path, "--models-preset", preset, *size, environment=learning) as server:
+        for name in models:
+            complete(server, 40, model=name)
+        server.stop()
+    assert all(Profile.read(file).raw["layers"] for file in kept.values())
+
+
 def test_a_routers_own_flags_are_its_childrens(tmp_path):
     file = tmp_path / "experts.json"
     preset = tmp_path / "models.ini"

@@ -11,7 +11,7 @@ use crate::Error;
 use crate::files::{self, is_same_file};
 use crate::ggml::{Level, log};
 use crate::options::{CacheProfile, Config};
-use crate::profile::{ModelId, replace_keeping_old};
+use crate::profile::{MayReplace, ModelId, replace_keeping_old};
 use sink::{Sink, tell};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -73,7 +73,9 @@ impl Profiles {
             sink.save_beside(asked, model.calls(), made, &self.is_recording_failing);
         } else {
             let or_of = if is_both { began_with(model, models) } else { None };
-            sink.save(asked, or_of.as_ref(), model.calls(), made, &self.is_recording_failing);
+            // A router's program that has been started again adds to what is learnt, and records beside the first one.
+            let may = MayReplace { or_of: or_of.as_ref(), older_than: config.session_began.filter(|_| !is_both) };
+            sink.save(asked, may, model.calls(), made, &self.is_recording_failing);
         }
     }
 

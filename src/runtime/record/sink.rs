@@ -2,7 +2,7 @@
 
 use crate::files::{Replaced, beside, is_same_file};
 use crate::ggml::{Level, log};
-use crate::profile::{Acquired, ModelId, OutputFile, Profile};
+use crate::profile::{Acquired, MayReplace, ModelId, OutputFile, Profile};
 use crate::{Error, Result};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -29,22 +29,28 @@ impl Sink {
         !matches!(self.output, Output::Unsettled)
     }
 
-    /// Writes the profile if there were calls since it was last written: to the file asked for or, if that is another model's
-    /// (than this one and `or_of`) or held by someone, to one beside it.
+    /// Writes the profile if there were calls since it was last written: to the file asked for or, if that is not one whose place
+    /// it may take or held by someone, to one beside it.
     pub fn save(
         &mut self,
         asked: &Path,
-        or_of: Option<&ModelId>,
+        may: MayReplace<'_>,
         calls: u64,
         profile: impl FnOnce() -> Profile,
         failing: &AtomicBool,
     ) {
-        self.save_with(|asked, profile| settle(asked, profile, or_of), asked, calls, profile, failing);
+        self.save_with(|asked, profile| settle(asked, profile, may), asked, calls, profile, failing);
     }
 
     /// The same to a file beside the one asked for, which holds what cannot be read.
     pub fn save_beside(&mut self, asked: &Path, calls: u64, profile: impl FnOnce() -> Profile, failing: &AtomicBool) {
-        self.save_with(settle_beside, asked, calls, profile, failing);
+        self.save_with(
+            |asked, profile| settle_beside(asked, profile, MayReplace::default()),
+            asked,
+            calls,
+            profile,
+            failing,
+        );
     }
 
     /// The same to this file and no other: if it is another model's (than this one and `or_of`), or held by someone, to none.
@@ -56,7 +62,11 @@ impl Sink {
         profile: impl FnOnce() -> Profile,
         failing: &AtomicBool,
     ) {
-        let settle = |path: &Path, profile: &Profile| match OutputFile::acquire(path, profile, or_of)? {
+        let settle = |path: &Path, profile: &Profile| match OutputFile::acquire(
+            path,
+            profile,
+            MayReplace { or_of, older_than: None },
+        )? {
             Acquired::File(file) => Ok(Output::File(file)),
             Acquired::Taken => {
                 let path = path.display();
@@ -142,10 +152,10 @@ enum Output {
 }
 
 /// Writes the profile for the first time: to the file asked for, or to one beside it if that is taken.
-fn settle(asked: &Path, profile: &Profile, or_of: Option<&ModelId>) -> Result<Output> {
-    match OutputFile::acquire(asked, profile, or_of)? {
+fn settle(asked: &Path, profile: &Profile, may: MayReplace<'_>) -> Result<Output> {
+    match OutputFile::acquire(asked, profile, may)? {
         Acquired::File(file) => Ok(Output::File(file)),
-        Acquired::Taken => settle_beside(asked, profile),
+        Acquired::Taken => settle_beside(asked, profile, may),
         Acquired::NotAProfile(error) => {
             let asked = asked.display();
             log(Level::Warn, &format!("nothing is recorded, this file is not replaced: {asked}: {error}"));
@@ -155,12 +165,12 @@ fn settle(asked: &Path, profile: &Profile, or_of: Option<&ModelId>) -> Result<Ou
 }
 
 /// Writes the profile for the first time: to a file beside the one asked for.
-fn settle_beside(asked: &Path, profile: &Profile) -> Result<Output> {
+fn settle_beside(asked: &Path, profile: &Profile, may: MayReplace<'_>) -> Result<Output> {
     let tag = profile.model.as_ref().and_then(|id| id.fingerprint.get(..TAG_DIGITS)).unwrap_or("model");
     let asked_for = asked.display();
     for n in 1..=MAX_FILES_BESIDE {
         let path = beside(asked, &if n == 1 { tag.to_owned() } else { format!("{tag}-{n}") });
-        match OutputFile::acquire(&path, profile, None)? {
+        match OutputFile::acquire(&path, profile, MayReplace { or_of: None, ..may })? {
             Acquired::File(file) => {
                 let path = path.display();
                 log(

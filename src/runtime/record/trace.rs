@@ -2,14 +2,13 @@
 //!
 //! Contexts add to a buffer in memory; whoever saves profiles carries it to the file. One model per file: the first.
 
-use crate::files::{self, Claim, FileError, Growing, MAX_WAITING_BYTES, beside, is_same_file, read_start};
+use crate::files::{self, Claim, FileError, Growing, MAX_WAITING_BYTES, beside, is_same_file, is_younger, read_start};
 use crate::ggml::{Level, OwnIds, log};
 use crate::options::{CacheProfile, Config};
 use crate::runtime::model::Model;
 use crate::runtime::model::layer::Layer;
 use crate::trace::{LayerInfo, MAGIC, TraceWriter};
 use crate::units::Expert;
-use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -182,12 +181,6 @@ fn begin(path: &Path, session_began: Option<SystemTime>) -> Result<Option<Growin
         }
     }
     Ok(None)
-}
-
-/// Whether a file has been written in this session, which a launcher has begun: by another of a router's programs, say.
-fn is_younger(file: &File, session_began: Option<SystemTime>) -> bool {
-    let written = file.metadata().and_then(|meta| meta.modified());
-    session_began.zip(written.ok()).is_some_and(|(began, written)| written >= began)
 }
 
 /// Why a trace cannot be written to a file.
