@@ -1,4 +1,4 @@
-//! docs/troubleshooting.md has every line that the plugin prints.
+//! docs/troubleshooting.md has every line that the plugin prints; links between documents lead somewhere.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, missing_docs)]
 
 use std::fs;
@@ -111,6 +111,41 @@ fn files_below(folder: &Path, found: &mut Vec<PathBuf>) {
             found.push(entry);
         }
     }
+}
+
+/// A heading as links name it.
+fn anchor(heading: &str) -> String {
+    let kept = heading.trim_start_matches('#').trim().to_lowercase();
+    kept.chars().filter(|c| c.is_alphanumeric() || "- _".contains(*c)).map(|c| if c == ' ' { '-' } else { c }).collect()
+}
+
+#[test]
+fn links_lead_somewhere() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let mut pages: Vec<_> = ["README.md", "CONTRIBUTING.md", "profiles/README.md"].map(|name| root.join(name)).into();
+    pages.extend(fs::read_dir(root.join("docs")).unwrap().map(|entry| entry.unwrap().path()));
+    pages.retain(|page| page.extension().is_some_and(|extension| extension == "md"));
+    let (mut n_links, mut dead) = (0, Vec::new());
+    for page in pages {
+        let text = fs::read_to_string(&page).unwrap();
+        for link in text.split("](").skip(1).filter_map(|rest| rest.split_once(')')).map(|(link, _)| link) {
+            if link.contains("://") {
+                continue;
+            }
+            n_links += 1;
+            let (file, place) = link.split_once('#').unwrap_or((link, ""));
+            let target = if file.is_empty() { page.clone() } else { page.parent().unwrap().join(file) };
+            let has_place = || {
+                let text = fs::read_to_string(&target).unwrap();
+                text.lines().filter(|line| line.starts_with('#')).any(|heading| anchor(heading) == place)
+            };
+            if !target.exists() || !(place.is_empty() || has_place()) {
+                dead.push(format!("{}: {link}", page.display()));
+            }
+        }
+    }
+    assert!(n_links > 40, "{n_links} links");
+    assert!(dead.is_empty(), "dead links:\n{}", dead.join("\n"));
 }
 
 #[test]

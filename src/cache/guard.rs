@@ -189,13 +189,21 @@ impl RegressionGuard {
         (cold.n >= FEW_CALLS).then_some(FAR_SLOWER * cold.mean)
     }
 
-    /// A call was computed all-cold, since the device would have taken at least so long. `Some` if that has been so for many
-    /// calls in a row; it is told once.
+    /// A call was computed all-cold, since the device would have taken at least so long. `Some` if that has been so, and far
+    /// longer than an all-cold call, for many tokens in a row; it is told once.
     pub fn was_too_large(&mut self, n_tokens: usize, ns: f64) -> Option<Loss> {
+        let most = MIN_CALLS * self.n_layers.max(1) as f64;
         let class = self.class(n_tokens);
-        class.n_too_large += 1;
-        let is_usual = f64::from(class.n_too_large) >= MIN_CALLS;
-        (is_usual && !class.is_off).then(|| self.loss(n_tokens, ns))
+        class.n_too_large = if ns > FAR_SLOWER * class.cold.mean { class.n_too_large.saturating_add(1) } else { 0 };
+        (f64::from(class.n_too_large) >= most && !class.is_off).then(|| self.loss(n_tokens, ns))
+    }
+
+    /// Forgets what calls with a cache took: there is another one now.
+    pub fn forget_cache(&mut self) {
+        for class in &mut self.classes {
+            *class = Class { cold: class.cold, n_calls: class.n_calls, ..Class::default() };
+        }
+        self.balance_ns = None;
     }
 
     /// The device alone takes at least so long for a call, as was measured before any token used it. `Some` if that is far
@@ -336,11 +344,17 @@ mod tests {
         assert_eq!(guard.limit_ns(4), None);
         (0..10).for_each(|_| guard.was_cold(4, COLD_NS));
         assert_eq!((guard.limit_ns(1), guard.limit_ns(4)), (None, Some(FAR_SLOWER * COLD_NS)));
+        guard.may_use_device(4, N_LAYERS);
+        assert!((0..1000).all(|_| guard.was_too_large(4, 1.2 * COLD_NS).is_none()), "both work at once");
         let mut too_large = |n: usize| (0..n).find_map(|_| guard.was_too_large(4, 2.0 * COLD_NS));
-        assert_eq!(too_large(23), None);
+        assert_eq!(too_large(24 * N_LAYERS - 1), None);
         assert_eq!(too_large(1).map(|loss| loss.ours_ns), Some(2.0 * COLD_NS));
-        assert_eq!(too_large(100), None, "told once");
+        assert_eq!(too_large(1000), None, "told once");
+        assert!((0..100).all(|_| !guard.may_use_device(4, N_LAYERS)));
+        guard.forget_cache();
+        assert!((0..100).any(|_| guard.may_use_device(4, N_LAYERS)), "another cache");
         let mut guard = RegressionGuard::default();
+        (0..10).for_each(|_| guard.was_cold(4, COLD_NS));
         for n in 0..500 {
             assert_eq!(guard.was_too_large(4, 2.0 * COLD_NS), None);
             if n % 20 == 0 {

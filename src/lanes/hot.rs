@@ -47,8 +47,19 @@ struct HotLayer {
     /// Most requests of one call.
     max_rows: usize,
     graphs: PreparedGraphs,
-    /// Rows of the largest graph that has been computed once, for one token and for several; `None`: not looked at yet.
-    warm_rows: [Option<usize>; 2],
+    /// What has been made ready, for one token and for several.
+    warm: [Warm; 2],
+}
+
+/// How far a layer's graphs have been made ready.
+#[derive(Clone, Copy, Debug, Default)]
+struct Warm {
+    /// How often that has been tried.
+    n_tries: u8,
+    /// Rows of the largest graph that has been computed once.
+    rows: usize,
+    /// Larger ones were left out since one took longer than this.
+    limit: Option<Duration>,
 }
 
 /// A graph that takes longer than it may.
@@ -56,8 +67,10 @@ struct HotLayer {
 pub struct TooSlow {
     /// Its rows.
     pub rows: usize,
-    /// How long it takes once the device knows it.
+    /// How long it takes once the device knows it: the shortest time of all layers.
     pub takes: Duration,
+    /// In how many layers that has been found, at different times.
+    pub n_layers: usize,
 }
 
 /// For how many tokens graphs are.
@@ -141,7 +154,7 @@ impl HotLane {
     pub fn drop_scratch(&mut self) {
         for layer in &mut self.layers {
             layer.graphs.clear();
-            layer.warm_rows = [None; 2];
+            layer.warm = [Warm::default(); 2];
         }
         self.scratch = None;
     }
@@ -171,14 +184,18 @@ impl HotLane {
             return HotIndex { lane: self.id, place: known };
         }
         let (pool, template, graphs) = (pool.clone(), template.clone(), PreparedGraphs::default());
-        self.layers.push(HotLayer { pool, template, offsets, max_rows, graphs, warm_rows: [None; 2] });
+        self.layers.push(HotLayer { pool, template, offsets, max_rows, graphs, warm: [Warm::default(); 2] });
         HotIndex { lane: self.id, place: self.layers.len() - 1 }
     }
 
-    /// Whether the graphs of this layer for so many tokens have been computed once, all that are fast enough.
-    pub fn is_warm(&self, layer: HotIndex, width: Width) -> bool {
-        let known = self.layers.get(layer.place).filter(|_| self.knows(layer));
-        known.is_some_and(|known| known.warm_rows[width as usize].is_some())
+    /// Whether the graphs of this layer for so many tokens have been computed once, all that take no longer than `limit`.
+    ///
+    /// Those that took too long are tried again where another layer's have not, or where they may take twice as long now.
+    pub fn is_warm(&self, layer: HotIndex, width: Width, limit: Duration) -> bool {
+        let Some(known) = self.layers.get(layer.place).filter(|_| self.knows(layer)) else { return false };
+        let Warm { n_tries, limit: earlier, .. } = known.warm[width as usize];
+        let may_be_faster = earlier.is_some_and(|earlier| self.too_slow(width).is_none() || limit >= 2 * earlier);
+        n_tries > 0 && !(may_be_faster && n_tries < MAX_TRIES)
     }
 
     /// The smallest graph for so many tokens that takes too long; larger ones are not warm.
@@ -190,7 +207,7 @@ impl HotLane {
     pub fn is_warm_for(&self, layer: HotIndex, requests: &Requests) -> bool {
         let Some(known) = self.layers.get(layer.place).filter(|_| !requests.is_empty()) else { return true };
         let (form, _) = requests.form_with_room(known.max_rows, known.pool.slots());
-        let warm_up_to = |width: Width| known.warm_rows[width as usize].unwrap_or(0);
+        let warm_up_to = |width: Width| known.warm[width as usize].rows;
         match form {
             Form::OneToken(n) => n <= warm_up_to(Width::OneToken),
             Form::PerRow(n) => {
@@ -202,11 +219,11 @@ impl HotLane {
 
     /// Computes each graph of this layer for so many tokens once, with rows that mean nothing: devices compile, load or
     /// capture what a graph needs when they see it first. The smallest comes first; one that takes longer than `limit` once
-    /// the device knows it is the last: those that are larger would take longer still. Remote devices are not asked.
+    /// the device knows it is the last: larger ones would take longer still. Remote devices are not asked.
     ///
     /// Returns the status with which the device refused one.
     pub fn warm_up(&mut self, layer: HotIndex, width: Width, limit: Duration) -> Result<Result<(), Status>> {
-        if self.is_warm(layer, width) {
+        if self.is_warm(layer, width, limit) {
             return Ok(Ok(()));
         }
         let HotLayer { template, pool, max_rows, .. } = self.layers.get(layer.place).ok_or(UNKNOWN_LAYER)?;
@@ -216,7 +233,7 @@ impl HotLane {
         }
         if self.device.is_remote() {
             // No kernels are made here, and the host may be computing on the device at this moment.
-            self.layers[layer.place].warm_rows[width as usize] = Some(max_rows);
+            self.layers[layer.place].warm[width as usize] = Warm { n_tries: 1, rows: max_rows, limit: None };
             return Ok(Ok(()));
         }
         let forms: Vec<_> = match width {
@@ -228,13 +245,14 @@ impl HotLane {
                 sizes.map(|size: usize| Form::PerRow(size.min(max_rows))).collect()
             }
         };
-        let mut warm_rows = 0;
-        for form in forms {
-            if self.too_slow(width).is_some_and(|slow| form.rows() >= slow.rows) {
-                break;
-            }
+        let mut warm = self.layers[layer.place].warm[width as usize];
+        warm.n_tries += 1;
+        warm.limit = None;
+        let known = warm.rows;
+        for form in forms.into_iter().filter(|form| form.rows() > known) {
             let mut takes = Duration::MAX;
-            for _ in 0..TRIES {
+            // The first time takes what the device compiles, too.
+            for _ in 0..2 {
                 let start = Instant::now();
                 let status = self.compute_once(layer, form)?;
                 if status != sys::GGML_STATUS_SUCCESS {
@@ -246,13 +264,24 @@ impl HotLane {
                 }
             }
             if takes > limit {
-                self.too_slow[width as usize] = Some(TooSlow { rows: form.rows(), takes });
+                warm.limit = Some(limit);
+                self.note_too_slow(width, form.rows(), takes);
                 break;
             }
-            warm_rows = form.rows();
+            warm.rows = form.rows();
+            // What was found of another layer, or for smaller batches, does not hold.
+            self.too_slow[width as usize].take_if(|slow| slow.rows <= form.rows());
         }
-        self.layers[layer.place].warm_rows[width as usize] = Some(warm_rows);
+        self.layers[layer.place].warm[width as usize] = warm;
         Ok(Ok(()))
+    }
+
+    fn note_too_slow(&mut self, width: Width, rows: usize, takes: Duration) {
+        let known = &mut self.too_slow[width as usize];
+        let before = known.filter(|known| known.rows == rows);
+        let n_layers = before.map_or(0, |known| known.n_layers) + 1;
+        let takes = before.map_or(takes, |known| known.takes.min(takes));
+        *known = Some(TooSlow { rows, takes, n_layers });
     }
 
     fn compute_once(&mut self, layer: HotIndex, form: Form) -> Result<Status> {
@@ -351,8 +380,8 @@ impl HotLayer {
     }
 }
 
-/// How often a graph is computed before it counts as too slow: the first time takes what the device compiles, too.
-const TRIES: usize = 3;
+/// How often a layer's graphs that took too long are tried.
+const MAX_TRIES: u8 = 3;
 const NOT_AT_HAND: Error = Error::Contract("an expert whose bytes are not at hand");
 const NO_SCRATCH: Error = Error::Contract("a hot lane without scratch memory");
 const NOT_ITS_SPLIT: Error = Error::Contract("a split that its template was not made from");

@@ -223,7 +223,7 @@ impl Runtime {
         let mut refusals = Vec::new();
         let mut fitting = Vec::new();
         for model in &loaded {
-            match does_fit(&profile, model) {
+            match model.fits(&profile) {
                 Ok(is_other_quantisation) => fitting.push((model, is_other_quantisation)),
                 Err(why) => refusals.push(why),
             }
@@ -248,12 +248,20 @@ impl Runtime {
             })?;
             let text = to_be_kept(text, profile.model.is_none().then(|| model.id()).as_ref())?;
             profile = Arc::new(RecordedProfile::from_slice(&text)?);
-            let old = self.replace_profile(path, &text).map_err(|error| ControlError::Internal(error.to_string()))?;
+            let begin = || {
+                for (model, is_other_quantisation) in &fitting {
+                    model.starting().replace(profile.clone(), *is_other_quantisation, true);
+                }
+            };
+            let old = self.replace_profile(path, &text, begin);
+            let old = old.map_err(|error| ControlError::Unavailable(error.to_string()))?;
             applied.saved_to = Some(path.display().to_string());
             applied.old_kept_as = old.map(|old| old.display().to_string());
         }
         for (model, is_other_quantisation) in fitting {
-            model.starting().replace(profile.clone(), is_other_quantisation, request.save_to_disk);
+            if !request.save_to_disk {
+                model.starting().replace(profile.clone(), is_other_quantisation, false);
+            }
             self.end_caches_of(model);
             model.refill().want_again();
         }
@@ -390,25 +398,6 @@ fn to_be_kept(text: &[u8], model: Option<&ModelId>) -> Result<Vec<u8>, ControlEr
     let model = model.map(serde_json::value::to_raw_value).transpose().map_err(internal)?;
     fields.extend(model.as_deref().map(|model| ("model", model)));
     serde_json::to_vec(&fields).map_err(internal)
-}
-
-/// Whether a profile is of another quantisation of this model; fails, with why, if it cannot be this model's.
-fn does_fit(profile: &RecordedProfile, model: &Model) -> Result<bool, String> {
-    if profile.model.is_some() {
-        let is_other = model.is_other_quantisation(profile);
-        return is_other.map_err(|why| format!("it was recorded from another model: {why}"));
-    }
-    let layers = model.layers();
-    for (&number, recorded) in &profile.layers {
-        let Some(layer) = layers.iter().find(|layer| layer.counts.layer() == number) else {
-            return Err(format!("the model has no experts in layer {number}"));
-        };
-        let ours = layer.counts.n_expert();
-        if let Some(&(expert, _)) = recorded.requests.iter().find(|&&(expert, _)| expert >= ours) {
-            return Err(format!("it counts expert {expert} in layer {number}, the model has {ours}"));
-        }
-    }
-    Ok(false)
 }
 
 #[cfg(test)]

@@ -207,9 +207,15 @@ impl Runtime {
         }
     }
 
-    /// Puts a profile in the place of the file that what is learnt goes to; returns where the old one is kept.
-    pub(super) fn replace_profile(&self, path: &Path, text: &[u8]) -> crate::Result<Option<PathBuf>> {
-        self.profiles.replace_keeping_old(path, text)
+    /// Puts a profile in the place of the file that what is learnt goes to, then does what else belongs to it; returns where the
+    /// old one is kept.
+    pub(super) fn replace_profile(
+        &self,
+        path: &Path,
+        text: &[u8],
+        then: impl FnOnce(),
+    ) -> crate::Result<Option<PathBuf>> {
+        self.profiles.replace_keeping_old(path, text, then)
     }
 
     /// Where routing is written, if anywhere.

@@ -57,15 +57,13 @@ def test_the_first_start_needs_no_profile_and_the_second_hits_more(hot, model, t
     assert first.complaints == []
     assert names(model.parent) == ["small.gguf", profile.name]
     assert not (tmp_path / "cache").exists()
-    raw = json.loads(profile.read_text())
-    VALIDATOR.validate(raw)
+    VALIDATOR.validate(json.loads(profile.read_text()))
+    n_before = n_requests(profile)
     second = session(hot, model, tmp_path / "cache")
     assert second.start.expected > 0
     assert second.complaints == []
     assert second.end.hit_rate > first.end.hit_rate + 5
-    after = json.loads(profile.read_text())
-    n_requests = [sum(sum(as_counts(layer["experts"]).values()) for layer in kept["layers"]) for kept in (raw, after)]
-    assert n_requests[1] > 1.5 * n_requests[0]
+    assert n_requests(profile) > 1.5 * n_before
 
 
 def test_a_fixed_set_begins_with_what_is_there_and_leaves_it(hot, model, tmp_path):
@@ -160,6 +158,34 @@ def test_the_users_name_for_the_model_counts(hot, model, tmp_path):
     assert unknown.start.expected is None
     (kept,) = (tmp_path / "cache/moe-hot").iterdir()
     assert kept.name.startswith("model.experts-")
+
+
+def test_a_recording_into_the_models_own_profile_adds_to_it(hot, model, tmp_path):
+    """Also in a session that ends before the cache is filled."""
+    session(hot, model, tmp_path / "cache")
+    profile = model.with_name("small.gguf.experts.json")
+    before = n_requests(profile)
+    ours = {"XDG_CACHE_HOME": tmp_path / "cache", "LLAMA_ARG_MOE_LAYER_PERF_OUT": profile, UPDATE_RATE: ""}
+    hot.run(model, [decode(1)], "auto", environment=ours)
+    assert names(model.parent) == ["small.gguf", profile.name]
+    assert n_requests(profile) > 0.9 * before
+
+
+def n_requests(profile: Path) -> int:
+    return sum(sum(as_counts(layer["experts"]).values()) for layer in json.loads(profile.read_text())["layers"])
+
+
+def test_a_profile_that_names_no_model_is_begun_with(hot, model, tmp_path):
+    beside = model.with_name("small.gguf.experts.json")
+    raw = json.loads(hot.profile(model, [decode(1), greedy(20)]).read_text())
+    beside.write_text(json.dumps({"schema": raw["schema"], "layers": raw["layers"]}))
+    before = beside.read_bytes()
+    first = session(hot, model, tmp_path / "cache")
+    assert first.start.expected > 0
+    (complaint,) = complaints(first.log)
+    assert "names no model" in complaint
+    assert beside.read_bytes() == before
+    assert len(list((tmp_path / "cache/moe-hot").iterdir())) == 1
 
 
 def test_the_launcher_asks_for_no_file_of_that_name(tmp_path):

@@ -1,5 +1,6 @@
 """The endpoints of the patched llama-server: while tokens are decoded, with a key, with bad input, and after the model is gone."""
 
+import fcntl
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -179,6 +180,31 @@ def test_a_profile_is_applied_while_the_server_runs(tmp_path, own_profile):
             assert call(server, "POST", CACHE, new).status_code == 200
             complete(server, 4)
         assert snapshot(server)["cache"]["on"]
+        server.stop()
+
+
+def test_a_file_that_another_program_writes_to_is_not_replaced(tmp_path, own_profile):
+    before = own_profile.read_bytes()
+    with serve_with_cache(tmp_path, own_profile) as server, open(own_profile, "r+b") as held:
+        complete(server, 5)
+        fcntl.flock(held, fcntl.LOCK_EX)
+        refused = call(server, "POST", CACHE, {"profile": reversed_profile(own_profile), "save_to_disk": True})
+        assert_error(refused, 503, "unavailable_error", "another program writes to it")
+        assert own_profile.read_bytes() == before
+        server.stop()
+
+
+def test_a_cache_that_was_given_up_is_tried_again_when_a_profile_is_applied(tmp_path, own_profile):
+    """FakeDevice takes a second for each graph: the cache is given up each time, and one line says so each time."""
+    slow = fake_environment(latency_us=20_000, MOE_HOT_TEST_NO_GUARD=0, LLAMA_ARG_MOE_HOT_CACHE_MAX_MIB=64)
+
+    def n_given_up() -> int:
+        return server.log.read_text(errors="replace").count("hot cache of this model off")
+
+    with serve_with_cache(tmp_path, own_profile, environment=slow) as server:
+        wait_for("it is given up", lambda: complete(server, 30) and n_given_up() == 1)
+        assert call(server, "POST", CACHE, json.loads(own_profile.read_text())).status_code == 200
+        wait_for("it is given up again", lambda: complete(server, 30) and n_given_up() == 2)
         server.stop()
 
 

@@ -103,7 +103,7 @@ impl HotSide {
         let Some(&Some(index)) = answer.get() else { return Found::Nothing };
         match self.cell.take() {
             Place::Here(lane) => {
-                if Arc::ptr_eq(&lane.cache, &cache.handle) && lane.lane.is_warm(index, width) {
+                if Arc::ptr_eq(&lane.cache, &cache.handle) && lane.lane.is_warm(index, width, limit) {
                     return Found::Lane(lane, index);
                 }
                 self.cell.put(lane);

@@ -5,6 +5,7 @@ mod dispatch;
 mod hot_side;
 mod splits;
 
+use super::model::cache_handle::CacheHandle;
 use super::model::layer_cache::LayerCache;
 use super::registry::{Runtime, runtime};
 use super::timing::Stopwatch;
@@ -17,9 +18,11 @@ use both_lanes::{BothLanes, compute_whole};
 use dispatch::{Computed, LaneFault, Partition};
 use hot_side::{HotSide, ReadyLane};
 use splits::{HotBlock, ResolvedBlock, Splits};
-use std::sync::{Arc, Once};
+use std::sync::{Arc, Once, Weak};
 use std::time::Duration;
 
+/// A device that is found to be too slow in so many layers is.
+const LAYERS_TO_BE_SURE: usize = 3;
 /// A shorter wait for the device is that of asking it.
 const MIN_WAIT_NS: f32 = 5_000.0;
 
@@ -40,6 +43,8 @@ struct ContextLanes {
     hot: HotSide,
     partition: Partition,
     guard: RegressionGuard,
+    /// The cache that it judges.
+    judged: Weak<CacheHandle>,
     watch: Stopwatch,
     /// The splits' count of forgotten templates when the lanes were last used.
     n_forgotten: u32,
@@ -58,6 +63,7 @@ impl Context {
             hot: HotSide::default(),
             partition: Partition::default(),
             guard: RegressionGuard::default(),
+            judged: Weak::new(),
             watch: Stopwatch::new(runtime.config().test_timings.is_some()),
             n_forgotten: 0,
             said_cpu_fault: Once::new(),
@@ -141,6 +147,11 @@ impl ContextLanes {
             return status;
         };
         let ReadyLane { mut lane, loan, cache, index } = ready;
+        if self.judged.as_ptr() != Arc::as_ptr(&cache.handle) {
+            // What an earlier cache has cost says nothing of this one.
+            self.guard.forget_cache();
+            self.judged = Arc::downgrade(&cache.handle);
+        }
         let too_slow = lane.lane.too_slow(Width::of(ids.n_tokens()));
         if runtime.config().is_guarded() && !self.may_use_device(&cache, ids.n_tokens(), too_slow) {
             self.partition.set_all_cold(ids);
@@ -151,7 +162,7 @@ impl ContextLanes {
             if !runtime.config().waits_for_lanes() && !lane.lane.is_warm_for(index, &self.partition.hot) {
                 self.partition.cancel(&cache);
                 self.partition.set_all_cold(ids);
-                if let Some(slow) = too_slow {
+                if let Some(slow) = too_slow.filter(|slow| is_known(slow, &cache)) {
                     let loss = self.guard.was_too_large(ids.n_tokens(), slow.takes.as_nanos() as f64);
                     loss.inspect(|loss| give_up(&cache, ids.n_tokens(), loss));
                 }
@@ -200,7 +211,7 @@ impl ContextLanes {
 
     /// Whether a call with so many tokens may use the device. Gives the cache up if even the smallest graph is far too slow.
     fn may_use_device(&mut self, cache: &LayerCache, n_tokens: usize, too_slow: Option<TooSlow>) -> bool {
-        if let Some(slow) = too_slow.filter(|slow| slow.rows == 1)
+        if let Some(slow) = too_slow.filter(|slow| slow.rows == 1 && is_known(slow, cache))
             && let Some(loss) = self.guard.device_takes(n_tokens, slow.takes.as_nanos() as f64)
         {
             give_up(cache, n_tokens, &loss);
@@ -241,6 +252,11 @@ impl ContextLanes {
             self.hot.forget_templates();
         }
     }
+}
+
+/// Whether that has been found in so many layers that it was no moment's.
+fn is_known(slow: &TooSlow, cache: &LayerCache) -> bool {
+    slow.n_layers >= LAYERS_TO_BE_SURE.min(cache.handle.n_layers)
 }
 
 /// Gives the cache up, or, if it is used with other sizes of batches, says that it is not used with this one.

@@ -61,11 +61,19 @@ pub fn find<E: std::fmt::Display>(
             let read = RecordedProfile::read(path).map_err(|error| error.to_string());
             let fitting = read.and_then(|profile| match is_other_quantisation(&profile) {
                 Ok(is_other) => Ok((profile, is_other)),
-                Err(why) => Err(format!("{}: was recorded from another model: {why}", path.display())),
+                Err(why) => Err(format!("{}: {why}", path.display())),
             });
             match fitting {
-                // Here after a read-only one beside the model: this one began with that.
-                Ok(fitting) => kept.profile = Some(fitting),
+                Ok(fitting) => {
+                    let is_named = fitting.0.model.is_some();
+                    // Here after a read-only one beside the model: this one began with that.
+                    kept.profile = Some(fitting);
+                    if learns && !is_named {
+                        // Another program's, or one that was made: nobody knows later whose is what we would add.
+                        refuse(&"names no model, is begun with and left as it is");
+                        continue;
+                    }
+                }
                 Err(why) => {
                     refusals.push(why);
                     continue;
@@ -126,7 +134,8 @@ mod tests {
         assert_eq!(find_any(&places, true), Kept { path: Some(at("beside")), ..Kept::default() });
         fs::write(at("beside"), "").unwrap();
         assert_eq!(find_any(&places, true).path, Some(at("beside")), "an empty file is free");
-        fs::write(at("beside"), PROFILE).unwrap();
+        fs::write(at("beside"), PROFILE.replace("}]}", r#"}],"model":{"fingerprint":"f","tensors":{"a":"1"}}}"#))
+            .unwrap();
         let warm = find_any(&places, true);
         assert_eq!((warm.path, warm.profile.unwrap().1, warm.notes), (Some(at("beside")), false, Vec::new()));
         assert!(!at("cache").exists());
@@ -145,7 +154,11 @@ mod tests {
         fs::write(at("beside"), "GGUF").unwrap();
         one_note(find_any(&places, true), "is not JSON");
         fs::write(at("beside"), PROFILE).unwrap();
-        one_note(find(&places, true, |_| Err("other")), "was recorded from another model: other");
+        one_note(find(&places, true, |_| Err("other")), "beside: other");
+        let unnamed = find_any(&places, true);
+        assert_eq!(unnamed.path, Some(at("cache/moe-hot/kept")));
+        assert!(unnamed.notes[0].contains("names no model") && unnamed.profile.is_some());
+        assert_eq!(find_any(&places, false).notes, [""; 0], "nothing would be added");
         fs::remove_file(at("beside")).unwrap();
         fs::create_dir(at("beside")).unwrap();
         one_note(find_any(&places, true), "is a folder");

@@ -16,6 +16,7 @@ pub mod policy;
 pub mod refill;
 
 use crate::Error;
+use crate::files::is_same_file;
 use crate::ggml::{Level, Tensor};
 use crate::gguf::ModelFile;
 use crate::options::{CacheProfile, Config};
@@ -29,7 +30,7 @@ use expert_tensor::WeightKey;
 use lane_cell::LaneCell;
 use lane_request::LaneRequest;
 use layer::Layer;
-use name::ModelName;
+use name::{ModelName, first_part};
 use refill::Refill;
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::path::{Path, PathBuf};
@@ -266,6 +267,33 @@ impl Model {
         }
     }
 
+    /// Whether this file would be that of its own profile, which has not been looked for yet.
+    pub fn may_be_kept_at(&self, path: &Path, config: &Config) -> bool {
+        let is_its =
+            |file: &PathBuf| kept_profile::places(Some(file), "").iter().any(|place| is_same_file(place, path));
+        let files = [config.model_file.as_ref(), self.file.get()];
+        self.kept_at.get().is_none() && files.into_iter().flatten().any(is_its)
+    }
+
+    /// Whether a profile is of another quantisation of it; fails, with why, if it cannot be this model's.
+    pub fn fits(&self, profile: &RecordedProfile) -> Result<bool, String> {
+        if profile.model.is_some() {
+            let is_other = self.is_other_quantisation(profile);
+            return is_other.map_err(|why| format!("it was recorded from another model: {why}"));
+        }
+        let layers = self.layers();
+        for (&number, recorded) in &profile.layers {
+            let Some(layer) = layers.iter().find(|layer| layer.counts.layer() == number) else {
+                return Err(format!("the model has no experts in layer {number}"));
+            };
+            let ours = layer.counts.n_expert();
+            if let Some(&(expert, _)) = recorded.requests.iter().find(|&&(expert, _)| expert >= ours) {
+                return Err(format!("it counts expert {expert} in layer {number}, the model has {ours}"));
+            }
+        }
+        Ok(false)
+    }
+
     /// Looks for its own profile, and begins with it.
     fn find_kept(&self, config: &Config) -> Option<PathBuf> {
         let tensors = self.tensors();
@@ -276,8 +304,15 @@ impl Model {
             found.is_some_and(|found| found == known.fingerprint)
         };
         let file = config.model_file.as_ref().filter(is_its).or(self.file.get());
-        let places = kept_profile::places(file.map(PathBuf::as_path), &known.fingerprint);
-        let kept = kept_profile::find(&places, config.learns(), |profile| self.is_other_quantisation(profile));
+        // Of the first of its expert tensors: which ones have appeared by now differs from start to start.
+        let first = file.and_then(|file| {
+            let file = ModelFile::open(&first_part(file)).ok()?;
+            let name = file.experts().next()?.name;
+            fingerprint_in_file(&file, name).ok()?
+        });
+        let tag = first.as_ref().unwrap_or(&known.fingerprint);
+        let places = kept_profile::places(file.map(PathBuf::as_path), tag);
+        let kept = kept_profile::find(&places, config.learns(), |profile| self.fits(profile));
         for note in &kept.notes {
             self.name.log(Level::Warn, note);
         }

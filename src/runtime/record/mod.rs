@@ -65,6 +65,10 @@ impl Profiles {
 
     fn save_recorded(&self, config: &Config, model: &Model, models: &[Arc<Model>], sink: &mut Sink) {
         let Some(asked) = &config.perf_out else { return };
+        if config.caches() && model.may_be_kept_at(asked, config) {
+            // What is there already is read first: it is to be added to.
+            let _ = model.begin(config);
+        }
         // One file can be both: then what was learnt goes with what was recorded.
         let is_same = config.caches() && is_one_file(config, model);
         let is_both = config.learns() && is_same;
@@ -100,14 +104,16 @@ impl Profiles {
         }
     }
 
-    /// Puts `text` in the place of a profile that may be ours; returns where the old one is kept. No save comes in between, and
-    /// the next one takes the file anew.
-    pub fn replace_keeping_old(&self, path: &Path, text: &[u8]) -> crate::Result<Option<PathBuf>> {
+    /// Puts `text` in the place of a profile that may be ours, then does what else belongs to it; returns where the old one is
+    /// kept. No save comes in between, and the next one takes the file anew.
+    pub fn replace_keeping_old(&self, path: &Path, text: &[u8], then: impl FnOnce()) -> crate::Result<Option<PathBuf>> {
         let mut sinks = self.lock();
         for sinks in sinks.iter_mut() {
             [&mut sinks.recorded, &mut sinks.learnt].into_iter().for_each(|sink| sink.release(path));
         }
-        replace_keeping_old(path, text)
+        let old = replace_keeping_old(path, text)?;
+        then();
+        Ok(old)
     }
 
     /// The file that a model's recording goes to, once it is ours.
