@@ -90,8 +90,9 @@ impl Profiles {
             return;
         }
         let began_with = began_with(model, models);
-        // One file for each model is made; one that the user has named is there.
-        let is_new = config.hot_cache == Some(CacheProfile::Auto) && model.starting().in_file().is_none();
+        // One file for each model is made, beside one that names no model; a file that the user has named is there.
+        let is_named = model.starting().in_file().is_some_and(|(profile, _)| profile.model.is_some());
+        let is_new = config.hot_cache == Some(CacheProfile::Auto) && !is_named;
         if began_with.is_none() && !is_new {
             return;
         }
