@@ -57,7 +57,7 @@ setup_llama() {
     ln -sfn "$source" "$home/llama.cpp"
 
     step 1 4 "its programs, untouched (build/llama/$(basename "$home")/build/stock); about 10 minutes on 2 cores, once"
-    build_stock "$home" "$commit" "$number" llama-server llama-bench llama-completion ggml-rpc-server ggml-cpu
+    build_stock "$home" "$commit" "$number" llama-server llama-completion ggml-rpc-server ggml-cpu
     build_tools "$home"
 
     step 2 4 "the plugin"
