@@ -44,7 +44,7 @@ setup_llama() {
     done
     source=$(source_of "$1")
     home=$(home_of "$source")
-    api=$(sed -n 's/^#define GGML_BACKEND_API_VERSION *//p' "$source/ggml/src/ggml-backend-impl.h")
+    api=$(sed -n 's/^ *# *define GGML_BACKEND_API_VERSION *//p' "$source/ggml/src/ggml-backend-impl.h")
     case $api in
     2 | 3) ;;
     *) refuse "$source: backend API ${api:-unknown}; expected 2 or 3: src/plugin has to learn it first, see docs/revisions.md" ;;
