@@ -2,7 +2,8 @@
 # shellcheck shell=bash
 #
 # All of it is in a *home*, a folder laid out as this repository: `llama.cpp` (its sources), `build/stock`, `build/contracts`,
-# `build/tests`, `build/patched`. So a compiler sees the same paths from there as from here, and its cache serves both.
+# `build/tests`, `build/patched`. So a compiler sees the same paths from there as from here, and its cache serves both (but for
+# libllama, whose models are compiled in groups: a group's file names them by whole paths).
 
 # build_stock HOME COMMIT NUMBER TARGET…: its programs, untouched. STOCK_EXTRA: more options for cmake.
 STOCK_EXTRA=()

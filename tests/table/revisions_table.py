@@ -52,8 +52,8 @@ def main() -> int:
         BEGIN,
         *markdown_table(["llama.cpp", *COLUMNS], rows),
         "",
-        f"Tests of the same plugin file, by `scripts/test all revisions`, on {machine()}, until {day:%Y-%m-%d}. Of the last build",
-        "a part of the tests is run; which one stands in `scripts/test`.",
+        "How many tests pass in each, with the same plugin file (`scripts/test all revisions`, then `scripts/revisions-table`;",
+        f"{machine()}, {day:%Y-%m-%d}). Of the last build a part of the tests is run: `scripts/test` says which.",
         END,
     ]
     page = PAGE.read_text()
