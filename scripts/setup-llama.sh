@@ -32,9 +32,15 @@ home_of() {
     printf '%s\n' "$home"
 }
 
-# is_taken HOME PLUGIN: whether its ggml takes this plugin; what the plugin says goes to HOME/taken.log.
+# is_taken HOME PLUGIN: whether its ggml takes this plugin; what the host says goes to HOME/taken.log.
 is_taken() {
     GGML_BACKEND_PATH=$2 "$1/build/contracts/moe-contracts" "$1/build/stock/bin" loading_again_gives_the_same_registry >"$1/taken.log" 2>&1
+}
+
+# why_not_taken HOME PLUGIN: what the plugin says of a host that it does not serve.
+why_not_taken() {
+    GGML_BACKEND_PATH=$2 "$1/build/stock/bin/llama-completion" --list-devices 2>&1 |
+        sed -n 's/.*the host goes on without it: \(.*\) (ggml .*/\1/p' | head -n 1
 }
 
 setup_llama() {
@@ -69,7 +75,7 @@ setup_llama() {
         say "its layouts are known: the usual plugin serves it (target/release)"
     else
         served=no
-        say "the usual plugin does not serve it: $(grep -o 'not loaded.*' "$home/taken.log" | head -n 1)"
+        say "the usual plugin does not serve it: $(why_not_taken "$home" "$made/libggml_moe_hot.so")"
         MOE_HOT_OTHER_TREE=$source cargo build --release --locked --package moe-hot --target-dir "$home/target"
         made=$home/target/release
         is_taken "$home" "$made/libggml_moe_hot.so" || refuse "the plugin for it is not taken either; the whole log is $home/taken.log"
