@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::{env, fs};
 
 const HEADER: &str = "ggml-hooks/bindings.h";
-/// The sources of another llama.cpp to build for (`scripts/build-for`).
+/// The sources of another llama.cpp to build for (`scripts/setup --llama`).
 const OTHER_TREE: &str = "MOE_HOT_OTHER_TREE";
 const API: &str = "ggml-hooks/moe_hot_api.h";
 

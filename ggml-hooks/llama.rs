@@ -31,9 +31,16 @@ const PAGE: &str = "ggml-hooks/page.html";
 const PLUGIN: &str = "libggml_moe_hot.so";
 /// Names another folder than `build/patched`.
 const OTHER_FOLDER: &str = "MOE_HOT_PATCHED_BUILD";
+/// Names a folder that holds another llama.cpp as the repository's root holds ours: `llama.cpp` and `build/stock`, to which
+/// `build/patched` is added (`scripts/setup --llama`).
+const OTHER_HOME: &str = "MOE_HOT_LLAMA_HOME";
 
 /// llama.cpp as it is, where it has not been built yet.
 pub fn build_stock(root: &Path) -> Result<()> {
+    println!("cargo:rerun-if-env-changed={OTHER_HOME}");
+    if env::var_os(OTHER_HOME).is_some() {
+        return Ok(()); // The script has built it.
+    }
     let folder = root.join("build/stock");
     let source = root.join("llama.cpp");
     ensure!(source.join("CMakeLists.txt").exists(), "{} is empty: run scripts/fetch-llama first", source.display());
@@ -45,7 +52,7 @@ pub fn build_stock(root: &Path) -> Result<()> {
     fs::create_dir_all(&folder)?;
     fs::create_dir_all(&outer)?;
     link(&folder, &outer.join("build"))?;
-    let mut config = configuration(&source, &outer, &STOCK_PROGRAMS)?;
+    let mut config = configuration(&source, &outer, &STOCK_PROGRAMS, &Build::pinned(root)?);
     for option in ["GGML_AVX2", "GGML_FMA", "GGML_F16C", "GGML_BMI2", "GGML_RPC", "LLAMA_BUILD_TESTS"] {
         config.define(option, "ON");
     }
@@ -60,8 +67,11 @@ pub fn build_patched(root: &Path) -> Result<()> {
         println!("cargo:rerun-if-changed={input}");
     }
     println!("cargo:rerun-if-env-changed={OTHER_FOLDER}");
-    let folder = env::var_os(OTHER_FOLDER).map_or_else(|| root.join("build/patched"), PathBuf::from);
-    let (stock, llama) = (root.join("build/stock"), root.join("llama.cpp"));
+    let home = env::var_os(OTHER_HOME).map(PathBuf::from);
+    let build = home.as_deref().map_or_else(|| Build::pinned(root), Build::of_home)?;
+    let home = home.unwrap_or_else(|| root.to_owned());
+    let folder = env::var_os(OTHER_FOLDER).map_or_else(|| home.join("build/patched"), PathBuf::from);
+    let (stock, llama) = (home.join("build/stock"), home.join("llama.cpp"));
     let tree = folder.join("llama.cpp");
     make_tree(root, &llama, &tree)?;
 
@@ -79,7 +89,7 @@ pub fn build_patched(root: &Path) -> Result<()> {
         .cargo_metadata(false)
         .try_compile("moe_hot_glue")?;
 
-    let mut config = configuration(&tree, &folder, &PATCHED_PROGRAMS)?;
+    let mut config = configuration(&tree, &folder, &PATCHED_PROGRAMS, &build);
     config
         .define("CMAKE_PROJECT_INCLUDE", root.join("ggml-hooks/patched.cmake"))
         .define("MOE_HOT_STOCK", &stock)
@@ -103,13 +113,39 @@ pub fn build_patched(root: &Path) -> Result<()> {
     link(&bin, &folder.join("bin"))
 }
 
+/// What programs say that they are.
+struct Build {
+    commit: String,
+    number: String,
+}
+
+impl Build {
+    /// The pinned revision.
+    fn pinned(root: &Path) -> Result<Self> {
+        let text = fs::read_to_string(root.join(super::PIN))?;
+        let pin = |name: &str| -> Result<String> {
+            let value = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix('='));
+            Ok(value.with_context(|| format!("{name} in {}", super::PIN))?.to_owned())
+        };
+        let commit = pin("LLAMA_COMMIT")?.get(..9).unwrap_or_default().to_owned();
+        Ok(Self { commit, number: pin("LLAMA_BUILD")? })
+    }
+
+    /// The llama.cpp in another home: what its untouched build was told.
+    fn of_home(home: &Path) -> Result<Self> {
+        let cache = home.join("build/stock/CMakeCache.txt");
+        let text = fs::read_to_string(&cache).with_context(|| format!("reading {}", cache.display()))?;
+        let told = |name: &str| -> Result<String> {
+            let value =
+                text.lines().find_map(|line| Some(line.strip_prefix(name)?.strip_prefix(':')?.split_once('=')?.1));
+            Ok(value.with_context(|| format!("{name} in {}", cache.display()))?.to_owned())
+        };
+        Ok(Self { commit: told("LLAMA_BUILD_COMMIT")?, number: told("LLAMA_BUILD_NUMBER")? })
+    }
+}
+
 /// What both trees are built with, in `folder/build`.
-fn configuration(source: &Path, folder: &Path, programs: &[&str]) -> Result<cmake::Config> {
-    let pin = |name: &str| -> Result<String> {
-        let text = fs::read_to_string(PathBuf::from(env::var("CARGO_MANIFEST_DIR")?).join(super::PIN))?;
-        let value = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix('='));
-        Ok(value.with_context(|| format!("{name} in {}", super::PIN))?.to_owned())
-    };
+fn configuration(source: &Path, folder: &Path, programs: &[&str], build: &Build) -> cmake::Config {
     let mut config = cmake::Config::new(source);
     config
         .out_dir(folder)
@@ -122,15 +158,15 @@ fn configuration(source: &Path, folder: &Path, programs: &[&str]) -> Result<cmak
         .define("GGML_BACKEND_DL", "ON")
         .define("GGML_NATIVE", "OFF")
         .define("GIT_EXE", "0")
-        .define("LLAMA_BUILD_COMMIT", pin("LLAMA_COMMIT")?.get(..9).unwrap_or_default())
-        .define("LLAMA_BUILD_NUMBER", pin("LLAMA_BUILD")?);
+        .define("LLAMA_BUILD_COMMIT", &build.commit)
+        .define("LLAMA_BUILD_NUMBER", &build.number);
     for option in ["LLAMA_BUILD_EXAMPLES", "LLAMA_BUILD_UI", "LLAMA_BUILD_APP", "LLAMA_USE_PREBUILT_UI"] {
         config.define(option, "OFF");
     }
     if Command::new("ccache").arg("--version").output().is_ok_and(|output| output.status.success()) {
         config.define("CMAKE_C_COMPILER_LAUNCHER", "ccache").define("CMAKE_CXX_COMPILER_LAUNCHER", "ccache");
     }
-    Ok(config)
+    config
 }
 
 /// A tree of links to `llama`, but for the patched folders. A file that stays as it is keeps its time.

@@ -32,7 +32,7 @@ impl BackendApi {
     }
 }
 
-/// The tree that this plugin was built for, if not for the revisions below (`scripts/build-for`).
+/// The tree that this plugin was built for, if not for the revisions below (`scripts/setup --llama`).
 const OTHER_TREE: Option<&str> = option_env!("MOE_HOT_OTHER_TREE");
 
 /// The first and the last build that have been looked at; all between have the layouts of one of them.
@@ -64,7 +64,7 @@ pub fn served_revisions() -> String {
 /// For messages: what is served, and what to do about another revision.
 pub fn served() -> String {
     const COMMAND: &str =
-        "to build the plugin for this very one, run in moe-hot's folder: scripts/build-for PATH-OF-ITS-LLAMA.CPP";
+        "to build the plugin for this very one, run in moe-hot's folder: scripts/setup --llama PATH-OF-ITS-LLAMA.CPP";
     let verb = if OTHER_TREE.is_none() { "are" } else { "is" };
     format!("served {verb} {}; {COMMAND}", served_revisions())
 }
@@ -91,7 +91,7 @@ mod tests {
     #[test]
     fn what_is_served_is_said_with_the_way_out() {
         let text = served();
-        for part in ["b11312 (API 2)", "b11434 (API 3)", "scripts/build-for"] {
+        for part in ["b11312 (API 2)", "b11434 (API 3)", "scripts/setup --llama"] {
             assert!(text.contains(part), "{text}");
         }
     }

@@ -35,6 +35,12 @@ impl Claims {
         }
     }
 
+    /// Whether `op` multiplies by experts that are placed with us, whoever is to compute it.
+    pub fn is_on_our_experts(&self, op: Tensor<'_>) -> bool {
+        let buffer = || self.weight_buffer(op.src(0)?);
+        op.op() == sys::GGML_OP_MUL_MAT_ID && buffer().is_some_and(|buffer| !is_loader_probe(&buffer))
+    }
+
     /// An operation that picks experts out of source `weight` by the ids in source 2.
     fn claims_by_weight(&self, op: Tensor<'_>, weight: usize) -> bool {
         let Some(weights) = op.src(weight) else { return false };
@@ -125,6 +131,23 @@ mod tests {
         for (n_tokens, ours) in [(0, true), (1, true), (31, true), (32, false), (512, false)] {
             let op = projection(&b, sys::GGML_BACKEND_BUFFER_USAGE_WEIGHTS, n_tokens);
             assert_eq!(rules(false).claims(op), ours, "{n_tokens} tokens");
+        }
+    }
+
+    #[test]
+    fn large_batches_are_on_our_experts_too() {
+        let b = Builder::new();
+        for (usage, n_tokens, ours) in [
+            (sys::GGML_BACKEND_BUFFER_USAGE_WEIGHTS, 1, true),
+            (sys::GGML_BACKEND_BUFFER_USAGE_WEIGHTS, 512, true),
+            (sys::GGML_BACKEND_BUFFER_USAGE_ANY, 512, false),
+            (sys::GGML_BACKEND_BUFFER_USAGE_COMPUTE, 1, false),
+        ] {
+            assert_eq!(
+                rules(true).is_on_our_experts(projection(&b, usage, n_tokens)),
+                ours,
+                "{usage}, {n_tokens} tokens"
+            );
         }
     }
 

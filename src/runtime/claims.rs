@@ -15,6 +15,10 @@ impl Runtime {
             takes_experts: self.takes_experts(),
             unplaced: self.config().claim_unplaced,
         });
-        Claims { buffer_type: ours, ..*claims }.claims(op)
+        let claims = Claims { buffer_type: ours, ..*claims };
+        if claims.is_on_our_experts(op) {
+            self.bypass().asked();
+        }
+        claims.claims(op)
     }
 }

@@ -6,6 +6,7 @@
 #![forbid(unsafe_code)]
 
 mod background;
+mod bypass;
 mod claims;
 mod context;
 mod control;

@@ -1,12 +1,13 @@
 //! The process's models, its contexts, and the threads that serve them.
 
 use super::background::Background;
+use super::bypass::{Bypass, MAX_UNASKED_BATCHES};
 use super::hot_device::{HotDevice, NoDevice};
 use super::model::Model;
 use super::model::layer::Layer;
 use super::model::name::{are_several, mapped_file, name_of};
 use super::record::trace::TraceFile;
-use super::record::{self, Profiles, SaveThread};
+use super::record::{self, Experts, Profiles, SaveThread};
 use super::timing::LayerTimes;
 use super::view::View;
 use crate::ggml::{Device, Level, OwnIds, Tensor, close_buffer, is_hosts_log, is_of_weights, log};
@@ -51,6 +52,8 @@ pub struct Runtime {
     is_recording: AtomicBool,
     said_inert: Once,
     said_recording: Once,
+    said_bypassed: Once,
+    bypass: Bypass,
     view: View,
 }
 
@@ -91,6 +94,8 @@ impl Runtime {
             is_recording: AtomicBool::new(false),
             said_inert: Once::new(),
             said_recording: Once::new(),
+            said_bypassed: Once::new(),
+            bypass: Bypass::default(),
             view: View::default(),
         }
     }
@@ -164,6 +169,34 @@ impl Runtime {
         }
     }
 
+    /// What tells whether llama.cpp decodes without us.
+    pub(super) fn bypass(&self) -> &Bypass {
+        &self.bypass
+    }
+
+    /// llama.cpp is about to compute a batch with one of its contexts.
+    pub(super) fn batch_begins(&self) {
+        if self.bypass.count_batch() && self.has_unused_experts() && self.takes_experts() {
+            self.said_bypassed.call_once(|| {
+                let largest = self.config.offload_min_batch.saturating_sub(1);
+                log(
+                    Level::Warn,
+                    &format!(
+                        "inert: llama.cpp keeps the experts to itself (its own cache, --moe-cache-mib, or only batches of more \
+                         than {largest} tokens): no expert layer has reached moe-hot in {MAX_UNASKED_BATCHES} batches; nothing is \
+                         recorded or cached"
+                    ),
+                );
+            });
+        }
+    }
+
+    /// Whether weights are placed with us and none of them has ever been computed here.
+    fn has_unused_experts(&self) -> bool {
+        let state = self.state();
+        state.models.is_empty() && state.buffers.iter().any(|buffer| is_of_weights(buffer.address))
+    }
+
     /// Saves what has been learnt. With the last context ends the saving, and says what became of the recording.
     ///
     /// `worked`: llama.cpp has decoded with the context; it makes others only to measure. `times`: what it has timed.
@@ -193,8 +226,12 @@ impl Runtime {
             trace.finish();
         }
         if is_last && worked && self.takes_experts() {
-            let has_experts = self.live_buffers.load(Relaxed) > 0;
-            record::report(&self.config, &self.models(), has_experts, |model| self.profiles.file_of(model));
+            let experts = match self.live_buffers.load(Relaxed) {
+                0 => Experts::Elsewhere,
+                _ if self.bypass.has_unasked() => Experts::Unasked,
+                _ => Experts::InLargeBatches,
+            };
+            record::report(&self.config, &self.models(), experts, |model| self.profiles.file_of(model));
             record::save_times(&self.config, times);
         }
     }

@@ -294,6 +294,72 @@ void loading_again_gives_the_same_registry() {
     require(ggml_backend_reg_get_proc_address(first, "no_such_function") == nullptr, "unknown functions are NULL");
 }
 
+size_t times_said(const std::string & words) {
+    size_t n = 0;
+    for (size_t at = logged.find(words); at != std::string::npos; at = logged.find(words, at + 1)) {
+        n++;
+    }
+    return n;
+}
+
+constexpr int      MANY_BATCHES = 300;
+const char * const INERT        = "inert: llama.cpp keeps the experts to itself";
+
+// As llama.cpp does: it sets the threads, then computes.
+void compute_batch(Host & host, Ffn & ffn, int64_t n_tokens) {
+    auto set = (ggml_backend_set_n_threads_t) host.function("ggml_backend_set_n_threads");
+    set(host.backends[0], 1);
+    require(host.compute(ffn, distinct_ids(n_tokens)) == GGML_STATUS_SUCCESS, "a batch is computed");
+}
+
+// A host with an expert cache of its own: it computes with copies, in one graph for many tokens.
+void decode_with_copies(Host & host) {
+    Experts copies(0);
+    copies.allocate(ggml_backend_dev_buffer_type(cpu_device()));
+    Ffn ffn(copies, 1);
+    host.place(ffn);
+    for (int batch = 0; batch < MANY_BATCHES; batch++) {
+        compute_batch(host, ffn, 1);
+    }
+}
+
+void a_host_that_keeps_the_experts_to_itself_is_told_once_that_we_are_inert() {
+    Experts experts(0);
+    allocate_with_us(experts);
+    {
+        Host host(true);
+        decode_with_copies(host);
+        require(times_said(INERT) == 1, "it is said: " + logged);
+        decode_with_copies(host);
+        require(times_said(INERT) == 1, "it is said once");
+    }
+    require(times_said("nothing was recorded: no expert layer has reached moe-hot") == 1, "and at the end: " + logged);
+}
+
+void large_batches_are_no_sign_that_we_are_inert() {
+    Experts experts(0);
+    allocate_with_us(experts);
+    {
+        Host host(true);
+        for (int batch = 0; batch < MANY_BATCHES; batch++) {
+            Ffn ffn(experts, 32);
+            host.place(ffn);
+            compute_batch(host, ffn, 32);
+        }
+    }
+    require(times_said("inert") == 0, "nothing is said meanwhile: " + logged);
+    require(times_said("nothing was recorded: only batches of more than 31 tokens") == 1, "but at the end: " + logged);
+}
+
+void a_host_that_has_used_us_once_is_not_told_that_we_are_inert() {
+    Experts experts(0);
+    allocate_with_us(experts);
+    Host host(true);
+    require_expected(host, experts, 1, distinct_ids(1));
+    decode_with_copies(host);
+    require(times_said("inert") == 0, "what is recorded is not nothing: " + logged);
+}
+
 #define CONTRACT(name) { #name, name }
 const std::vector<std::pair<std::string, std::function<void()>>> CONTRACTS = {
     CONTRACT(memory_is_reused_inside_a_split),
@@ -316,6 +382,9 @@ const std::vector<std::pair<std::string, std::function<void()>>> CONTRACTS = {
     CONTRACT(buffers_write_read_fill_copy_and_clear),
     CONTRACT(events_and_async_are_offered_and_do_no_harm),
     CONTRACT(loading_again_gives_the_same_registry),
+    CONTRACT(a_host_that_keeps_the_experts_to_itself_is_told_once_that_we_are_inert),
+    CONTRACT(large_batches_are_no_sign_that_we_are_inert),
+    CONTRACT(a_host_that_has_used_us_once_is_not_told_that_we_are_inert),
 };
 
 }  // namespace

@@ -13,7 +13,7 @@ from models import QUANTIZED, generated
 from patched import COMPLETION, patched
 from probe import Probe
 from processes import free_port, listens, process, stock_environment, wait_for
-from results import record_run
+from results import record_build, record_run
 
 GENERATED = ["F16", *QUANTIZED]
 
@@ -40,6 +40,12 @@ def pytest_terminal_summary(terminalreporter, config) -> None:
     count = {word: len(terminalreporter.stats.get(word, [])) for word in ("passed", "failed", "error")}
     whole = config.getoption("--full") and not is_selection
     record_run(whole, count["passed"], count["failed"] + count["error"])
+    files: dict[str, list[int]] = {}
+    for word in count:
+        for report in terminalreporter.stats.get(word, []):
+            of_file = files.setdefault(Path(report.nodeid.split("::")[0]).stem, [0, 0])
+            of_file[word != "passed"] += 1
+    record_build(files)
 
 
 def shipped_model() -> Path:

@@ -20,4 +20,10 @@ LAUNCHER = Path(os.environ.get("MOE_HOT_LAUNCHER", REPOSITORY / "target/release/
 FAKE = Path(os.environ.get("MOE_HOT_FAKE", REPOSITORY / "target/release/libggml_fake.so"))
 SHIPPED_MODEL = REPOSITORY / "tests/models/moe-small.gguf"
 
+
+def to_launch(program: str) -> str | Path:
+    """What the launcher is given: a program's name, which it looks up in build/stock, or the path of another llama.cpp's."""
+    return STOCK_BIN / program if "MOE_HOT_STOCK" in os.environ else program
+
+
 sys.path.insert(0, str(REPOSITORY / "tests/generate"))

@@ -18,9 +18,11 @@ import os
 import time
 
 from paths import REPOSITORY
+from revision import backend_api, build_number
 
 OUTCOMES = ("equal", "declined")
 RESULTS = REPOSITORY / "build/tests/results"
+BUILDS = REPOSITORY / "build/tests/builds"
 FILE = RESULTS / f"{int(time.time())}-{os.getpid()}.jsonl"
 
 
@@ -40,3 +42,13 @@ def append(entry: dict) -> None:
     RESULTS.mkdir(parents=True, exist_ok=True)
     with open(FILE, "a") as file:
         file.write(json.dumps(entry) + "\n")
+
+
+def record_build(files: dict[str, list[int]]) -> None:
+    """For the table in docs/revisions.md (tests/table/revisions_table.py), where MOE_HOT_RECORD_BUILD is 1: with which
+    llama.cpp this run was, and how many tests of each file passed and failed."""
+    if os.environ.get("MOE_HOT_RECORD_BUILD") != "1" or not files:
+        return
+    BUILDS.mkdir(parents=True, exist_ok=True)
+    row = {"build": build_number(), "api": backend_api(), "files": files}
+    (BUILDS / f"{FILE.stem}.json").write_text(json.dumps(row))

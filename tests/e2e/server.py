@@ -125,13 +125,13 @@ def stock_server(model: Path, folder: Path, *arguments):
 
 
 def recording_server(model: Path, folder: Path, out_file: Path):
-    command = [paths.LAUNCHER, "llama-server", "-m", model, *COMMON_ARGUMENTS, "--moe-layer-perf-out", out_file]
+    command = [paths.LAUNCHER, paths.to_launch("llama-server"), "-m", model, *COMMON_ARGUMENTS, "--moe-layer-perf-out", out_file]
     return start(command, folder, "recording-server", stock_environment())
 
 
 def cached_server(model: Path, folder: Path, profile: Path, rpc_endpoint: str, *arguments):
     """With hot experts on an RPC server's device, as a user would start it, but that a cache which loses is not noticed."""
     cache = ["--moe-hot-cache", profile, "--moe-hot-cache-device", "RPC0"]
-    command = [paths.LAUNCHER, "llama-server", "-m", model, *COMMON_ARGUMENTS, "--rpc", rpc_endpoint, *cache, *arguments]
+    command = [paths.LAUNCHER, paths.to_launch("llama-server"), "-m", model, *COMMON_ARGUMENTS, "--rpc", rpc_endpoint, *cache, *arguments]
     environment = stock_environment(MOE_HOT_TEST_NO_GUARD="1", MOE_HOT_TEST_WAIT="1")
     return start(command, folder, "cached-server", environment)

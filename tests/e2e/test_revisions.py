@@ -12,13 +12,13 @@ import pytest
 
 from experts_json import Profile
 from fake import fake_environment
-from paths import PLUGIN, REPOSITORY, REVISIONS, SHIPPED_MODEL
+from paths import LAUNCHER, PLUGIN, REPOSITORY, REVISIONS, SHIPPED_MODEL
 from processes import HANG_S, run, stock_environment
 from ways import assert_same_text
 
 PIN = dict(line.split("=", 1) for line in (REPOSITORY / "ggml-hooks/pin.env").read_text().splitlines() if line[0] != "#")
 LAST = REVISIONS / f"b{PIN['LAST_BUILD']}"
-LAST_BIN = LAST / "stock/bin"
+LAST_BIN = LAST / "build/stock/bin"
 NODE_BIN = REVISIONS / "node/package/bins/linux-x64"
 GENERATE = ["-no-cnv", "--temp", 0, "-n", 60, "-t", 1, "--no-warmup", "-p", "Once upon a time"]
 LEAST_TEXT = 100  # bytes
@@ -63,6 +63,16 @@ def test_a_program_of_the_last_revision_gives_the_same_text_with_a_cache(tmp_pat
     ours = complete(tmp_path / "ours", fake_environment(plugin=PLUGIN, **settings), *dense)
     assert_same_text(stock, ours, LEAST_TEXT)
     assert Profile.read(out_file, cached=True).hits > 0
+
+
+def test_the_launcher_takes_its_programs(tmp_path):
+    program, out_file = LAST_BIN / "llama-completion", tmp_path / "experts.json"
+    need(program)
+    stock = complete(tmp_path / "stock", stock_environment())
+    arguments = ["-m", SHIPPED_MODEL, "--no-repack", *GENERATE, "--moe-layer-perf-out", out_file]
+    ours = run([LAUNCHER, program, *arguments], tmp_path / "ours", stock_environment())
+    assert_same_text(stock, ours, LEAST_TEXT)
+    assert Profile.read(out_file).layer_calls > 0
 
 
 # Loads the addon's backends from its own folder, and waits until its log has come.
@@ -122,9 +132,13 @@ def test_the_same_tree_has_the_same_layouts():
         ["compare-layouts", "."],
         ["compare-layouts", ".", "."],
         ["compare-layouts", "llama.cpp", "no-such-folder"],
-        ["build-for"],
-        ["build-for", "no-such-folder"],
-        ["build-for", "llama.cpp", "llama.cpp"],
+        ["setup", "--llama"],
+        ["setup", "llama.cpp"],
+        ["setup", "--llama", "no-such-folder"],
+        ["setup", "--llama", "tests"],
+        ["setup", "--llama", "build/contracts"],
+        ["setup", "--llama", "llama.cpp", "llama.cpp"],
+        ["revisions-table", "b11434"],
         ["fetch-revisions", "b11400"],
     ],
 )

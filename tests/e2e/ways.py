@@ -116,7 +116,7 @@ class Programs:
         return Run(text, self.log_of(kind, COMPLETION).read_text(errors="replace"), logits.read_bytes())
 
     def _run(self, kind: str, program: str, arguments: list, launcher: list, environment: dict) -> str:
-        started = [launcher[0], program, *launcher[1:]] if launcher else [paths.STOCK_BIN / program]
+        started = [launcher[0], paths.to_launch(program), *launcher[1:]] if launcher else [paths.STOCK_BIN / program]
         return run([*started, *self.common, *arguments], self.log_of(kind, program), environment)
 
     def log_of(self, kind: str, program: str) -> Path:

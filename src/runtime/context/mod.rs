@@ -112,9 +112,10 @@ impl Context {
         status
     }
 
-    /// Threads to compute with.
+    /// Threads to compute with. llama.cpp says it before every batch.
     pub fn set_threads(&mut self, n_threads: i32) {
         self.worked = true;
+        self.runtime.batch_begins();
         self.lanes.cold.set_threads(n_threads);
     }
 

@@ -20,7 +20,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-pub use report::report;
+pub use report::{Experts, report};
 
 /// Time between two saves while counts change.
 const SAVE_INTERVAL: Duration = Duration::from_secs(5);

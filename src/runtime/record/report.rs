@@ -7,20 +7,36 @@ use crate::runtime::model::{Model, Totals};
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// One line on what became of the recording. `has_experts`: some expert weights are with us.
-/// `file_of`: the file that a model's recording went to.
+/// What llama.cpp has done with experts, where none of their layers has reached us.
+#[derive(Clone, Copy, Debug)]
+pub enum Experts {
+    /// None are placed with us.
+    Elsewhere,
+    /// It asked about each batch, and all of them were large.
+    InLargeBatches,
+    /// It has computed batches that it did not ask about.
+    Unasked,
+}
+
+/// One line on what became of the recording. `experts`: for when no layer has reached us. `file_of`: the file that a model's
+/// recording went to.
 pub fn report(
     config: &Config,
     models: &[Arc<Model>],
-    has_experts: bool,
+    experts: Experts,
     file_of: impl Fn(&Arc<Model>) -> Option<PathBuf>,
 ) {
     let largest = config.offload_min_batch.saturating_sub(1);
     if models.is_empty() {
-        let reason = if has_experts {
-            format!("only batches of more than {largest} tokens were computed, which are llama.cpp's")
-        } else {
-            "no experts were placed with moe-hot (a dense model, or experts elsewhere)".into()
+        let reason = match experts {
+            Experts::Elsewhere => "no experts were placed with moe-hot (a dense model, or experts elsewhere)".into(),
+            Experts::InLargeBatches => {
+                format!("only batches of more than {largest} tokens were computed, which are llama.cpp's")
+            }
+            Experts::Unasked => format!(
+                "no expert layer has reached moe-hot: only batches of more than {largest} tokens were computed, or llama.cpp \
+                 kept the experts to itself (its own cache, --moe-cache-mib)"
+            ),
         };
         log(Level::Warn, &format!("nothing was recorded: {reason}"));
     }
