@@ -217,6 +217,21 @@ def test_a_fit_leaves_room_for_the_cache(profile):
 
 
 @needs_build
+def test_without_our_flags_other_programs_print_what_stock_does():
+    def said(program: str, *more) -> list[str]:
+        folders = (paths.STOCK_BIN, paths.PATCHED_BIN)
+        answers = [run([folder / program, "-m", shipped_model(), *more], stock_environment()) for folder in folders]
+        assert all(answer.code == 0 for answer in answers), answers
+        return [answer.out for answer in answers]
+
+    stock, ours = said("llama-completion", *COMPLETION, "-n", 20)
+    assert stock == ours and stock
+    if (paths.STOCK_BIN / "llama-bench").exists():  # not built of every llama.cpp
+        stock, ours = map(json.loads, said("llama-bench", "-t", 1, "-p", 0, "-n", 4, "-r", 1, "-o", "json"))
+        assert stock[0].keys() == ours[0].keys() - {"moe_hot_cache", "moe_hot_hit_rate"}
+
+
+@needs_build
 def test_without_our_flags_a_program_is_stock_and_loads_nothing(tmp_path):
     arguments = ["-m", shipped_model(), "-t", 1, "-c", 512, "-np", 1, "--no-warmup"]
     body = {"prompt": "The house", "n_predict": 40, "n_probs": 4, "temperature": 0, "ignore_eos": True}

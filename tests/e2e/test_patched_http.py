@@ -374,8 +374,18 @@ def test_a_routers_own_flags_are_its_childrens(tmp_path):
     assert Profile.read(file).raw["layers"]
 
 
-def test_a_draft_model_beside_a_cache(tmp_path, own_profile):
-    draft = ["--model-draft", shipped_model(), "-ngld", 0, "--spec-type", "draft-simple"]
+DRAFTS = {
+    "-ngld": ["-ngld", 0],
+    "--spec-draft-cpu-moe": ["--spec-draft-cpu-moe"],
+    "--spec-draft-n-cpu-moe": ["--spec-draft-n-cpu-moe", 3],
+    "--spec-draft-override-tensor": ["--spec-draft-override-tensor", "_exps=CPU"],
+    "--spec-draft-device": ["--spec-draft-device", FAKE_DEVICE],
+}
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_a_draft_model_beside_a_cache(tmp_path, own_profile, name):
+    draft = ["--model-draft", shipped_model(), "--spec-type", "draft-simple", *DRAFTS[name]]
     with serve_with_cache(tmp_path, own_profile) as server:
         text = complete(server, 40)["content"]
         server.stop()

@@ -101,6 +101,18 @@ def test_what_is_said_of_the_second_start(here):
     assert shape == [re.sub(r"[\d.]+|/\S+|model.gguf\S*", "N", line) for line in lines_of_readme()]
 
 
+def test_the_commands_of_the_page_on_tuning(here):
+    """Those of docs/commands.md have a test of their own."""
+    page = (REPOSITORY / "docs/tuning.md").read_text()
+    commands = [line.strip() for line in page.splitlines() if line.startswith("    ")]
+    assert commands == ["moe-hot calibrate", "moe-hot plan model.gguf --vram 12GiB"]
+    environment = stock_environment(XDG_CONFIG_HOME=str(here / "config"))
+    for command in commands:
+        words = [LAUNCHER, *shlex.split(command)[1:]]
+        done = subprocess.run(words, cwd=here, env=environment, capture_output=True, text=True, timeout=HANG_S)
+        assert done.returncode == 0 and done.stdout, done.stderr
+
+
 def test_the_command_on_vulkan(here):
     vulkan.require()
     load, run = commands()[3:5]
