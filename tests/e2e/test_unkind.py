@@ -46,14 +46,14 @@ def test_no_token_waits_for_the_first_use_of_a_graph(hot):
 
 
 def test_tokens_use_the_device_once_it_knows_the_graphs(hot):
-    steps = [decode(1), greedy(CALLS_BEFORE_FILL + 30), until("mul_mat_id_graphs", N_LAYERS * (N_USED + 2)), greedy(300)]
+    steps = [decode(1), greedy(CALLS_BEFORE_FILL + 30), until("mul_mat_id_graphs", N_LAYERS * N_USED), greedy(300)]
     result = run(hot, steps, {}, environment=UNATTENDED)
     assert result.hits > 0
 
 
 def test_a_context_whose_graphs_are_all_new_uses_the_device_too(hot):
     """As with batches of ever other sizes: what was asked for one graph holds for the next."""
-    steps = [decode(1), greedy(CALLS_BEFORE_FILL + 30), until("mul_mat_id_graphs", N_LAYERS * (N_USED + 2)), greedy(100)]
+    steps = [decode(1), greedy(CALLS_BEFORE_FILL + 30), until("mul_mat_id_graphs", N_LAYERS * N_USED), greedy(100)]
     result = run(hot, steps, {}, environment=UNATTENDED | {"LLAMA_GRAPH_REUSE_DISABLE": 1})
     assert result.hits > 50 * N_LAYERS
     assert result.end.graphs < 100, "each is made once"
