@@ -75,6 +75,8 @@ impl Average {
 struct Class {
     ours: Average,
     cold: Average,
+    /// What is known of all-cold calls was measured while the cache was being prepared.
+    is_cold_provisional: bool,
     /// The cache has been faster beyond doubt.
     has_paid: bool,
     lost_calls: u32,
@@ -154,9 +156,15 @@ impl RegressionGuard {
         !(is_in_debt || is_reference || class.is_off)
     }
 
-    /// An all-cold call took so long.
-    pub fn was_cold(&mut self, n_tokens: usize, ns: f64) {
-        self.class(n_tokens).cold.add(ns);
+    /// An all-cold call took so long. `is_undisturbed`: no cache was being filled and no lane made ready beside it. Calls
+    /// beside that take longer, and so do the first ones of a session: they count until there are others.
+    pub fn was_cold(&mut self, n_tokens: usize, ns: f64, is_undisturbed: bool) {
+        let class = self.class(n_tokens);
+        if is_undisturbed && class.is_cold_provisional {
+            class.cold = Average::default();
+        }
+        class.is_cold_provisional = !is_undisturbed;
+        class.cold.add(ns);
         self.pay(n_tokens, MAX_LOSS * ns);
     }
 
@@ -201,7 +209,12 @@ impl RegressionGuard {
     /// Forgets what calls with a cache took: there is another one now.
     pub fn forget_cache(&mut self) {
         for class in &mut self.classes {
-            *class = Class { cold: class.cold, n_calls: class.n_calls, ..Class::default() };
+            *class = Class {
+                cold: class.cold,
+                is_cold_provisional: class.is_cold_provisional,
+                n_calls: class.n_calls,
+                ..Class::default()
+            };
         }
         self.balance_ns = None;
     }
@@ -277,7 +290,7 @@ mod tests {
                     }
                 } else {
                     total += COLD_NS * spread;
-                    guard.was_cold(1, COLD_NS * spread);
+                    guard.was_cold(1, COLD_NS * spread, true);
                 }
             }
         }
@@ -330,7 +343,7 @@ mod tests {
     fn a_device_that_is_far_slower_by_itself_is_not_tried() {
         let mut guard = RegressionGuard::default();
         assert_eq!(guard.device_takes(1, 10.0 * COLD_NS), None, "nothing to compare with");
-        (0..10).for_each(|_| guard.was_cold(1, COLD_NS));
+        (0..10).for_each(|_| guard.was_cold(1, COLD_NS, true));
         assert_eq!(guard.device_takes(1, COLD_NS), None, "both work at once");
         let loss = guard.device_takes(1, 10.0 * COLD_NS).unwrap();
         assert_eq!((loss.ours_ns, loss.cold_ns.round()), (10.0 * COLD_NS, COLD_NS));
@@ -342,7 +355,7 @@ mod tests {
     fn a_device_that_is_too_slow_for_most_calls_is_given_up() {
         let mut guard = RegressionGuard::default();
         assert_eq!(guard.limit_ns(4), None);
-        (0..10).for_each(|_| guard.was_cold(4, COLD_NS));
+        (0..10).for_each(|_| guard.was_cold(4, COLD_NS, true));
         assert_eq!((guard.limit_ns(1), guard.limit_ns(4)), (None, Some(FAR_SLOWER * COLD_NS)));
         guard.may_use_device(4, N_LAYERS);
         assert!((0..1000).all(|_| guard.was_too_large(4, 1.2 * COLD_NS).is_none()), "both work at once");
@@ -354,7 +367,7 @@ mod tests {
         guard.forget_cache();
         assert!((0..100).any(|_| guard.may_use_device(4, N_LAYERS)), "another cache");
         let mut guard = RegressionGuard::default();
-        (0..10).for_each(|_| guard.was_cold(4, COLD_NS));
+        (0..10).for_each(|_| guard.was_cold(4, COLD_NS, true));
         for n in 0..500 {
             assert_eq!(guard.was_too_large(4, 2.0 * COLD_NS), None);
             if n % 20 == 0 {
@@ -391,7 +404,7 @@ mod tests {
                 if guard.may_use_device(n_tokens, N_LAYERS) {
                     losses.extend(guard.was_partitioned(n_tokens, ours * cold, true).map(|loss| (n_tokens, loss)));
                 } else {
-                    guard.was_cold(n_tokens, cold);
+                    guard.was_cold(n_tokens, cold, true);
                 }
             }
         }
@@ -403,9 +416,36 @@ mod tests {
     #[test]
     fn nothing_is_concluded_before_the_cache_is_filled() {
         let mut guard = RegressionGuard::default();
-        (0..100).for_each(|_| guard.was_cold(1, COLD_NS));
+        (0..100).for_each(|_| guard.was_cold(1, COLD_NS, true));
         assert!((0..1000).all(|_| guard.was_partitioned(1, 2.0 * COLD_NS, false).is_none()));
         assert!(!guard.may_use_device(1, N_LAYERS), "it has cost enough");
+    }
+
+    #[test]
+    fn calls_beside_the_preparation_of_the_cache_are_not_what_it_is_compared_with() {
+        for seed in seeds() {
+            let mut guard = RegressionGuard::default();
+            let mut noise = fastrand::Rng::with_seed(seed);
+            let mut spread = || 0.8 + 0.4 * noise.f64();
+            // The first calls of the session, then those beside the fill.
+            (0..200).for_each(|n| guard.was_cold(1, 2.0 * COLD_NS * spread(), n < 50));
+            assert_eq!(
+                guard.limit_ns(1).map(|ns| ns > 2.5 * COLD_NS),
+                Some(true),
+                "they count as long as there are no others"
+            );
+            let mut lost = 0.0;
+            let has_lost = (0..500 * N_LAYERS).any(|_| {
+                let ns = COLD_NS * spread();
+                if guard.may_use_device(1, N_LAYERS) {
+                    lost += 0.5 * ns;
+                    return guard.was_partitioned(1, 1.5 * ns, true).is_some();
+                }
+                guard.was_cold(1, ns, true);
+                false
+            });
+            assert!(has_lost && lost < 0.03 * 500.0 * N_LAYERS as f64 * COLD_NS, "{has_lost}, {lost}");
+        }
     }
 
     #[test]

@@ -143,7 +143,8 @@ impl ContextLanes {
             let status = compute_whole(&mut self.cold, split, &mut self.watch);
             // Others say nothing of what a call with the cache is compared with: of no token, say, or too large ones.
             if block.template.is_some() && (1..=runtime.config().max_hot_tokens()).contains(&ids.n_tokens()) {
-                self.guard.was_cold(ids.n_tokens(), self.watch.elapsed_ns());
+                let is_undisturbed = block.layer.cache().is_none_or(|cache| cache.handle.queue.is_prepared());
+                self.guard.was_cold(ids.n_tokens(), self.watch.elapsed_ns(), is_undisturbed);
             }
             return status;
         };
@@ -224,7 +225,7 @@ impl ContextLanes {
     /// Learns from what a call took, and gives the cache up if it loses.
     fn judge(&mut self, cache: &LayerCache, n_tokens: usize, beside_copies: bool, runtime: &Runtime) {
         if self.partition.hot.is_empty() {
-            self.guard.was_cold(n_tokens, self.watch.elapsed_ns());
+            self.guard.was_cold(n_tokens, self.watch.elapsed_ns(), cache.handle.queue.is_prepared());
             return;
         }
         if n_tokens == 1 {

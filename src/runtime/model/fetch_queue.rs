@@ -76,6 +76,11 @@ impl FetchQueue {
         self.n_requests.load(Relaxed) > 0
     }
 
+    /// Whether the cache is filled and every lane that was asked for is ready.
+    pub fn is_prepared(&self) -> bool {
+        self.is_filled() && !self.has_requests()
+    }
+
     /// Waits until all requests of lanes have been answered, or will not be.
     pub fn wait_answered(&self) {
         let is_open = |_: &mut VecDeque<Fetch>| self.n_requests.load(Relaxed) > 0 && !self.has_ended();
