@@ -67,6 +67,8 @@ struct Warm {
 pub struct TooSlow {
     /// Its rows.
     pub rows: usize,
+    /// No call for so many tokens can do with a smaller one.
+    pub is_smallest: bool,
     /// How long it takes once the device knows it: the shortest time of all layers.
     pub takes: Duration,
     /// In how many layers that has been found, at different times.
@@ -248,7 +250,7 @@ impl HotLane {
         let mut warm = self.layers[layer.place].warm[width as usize];
         warm.n_tries += 1;
         warm.limit = None;
-        let known = warm.rows;
+        let (known, smallest) = (warm.rows, forms.first().map(|form| form.rows()));
         for form in forms.into_iter().filter(|form| form.rows() > known) {
             let mut takes = Duration::MAX;
             // The first time takes what the device compiles, too.
@@ -265,7 +267,7 @@ impl HotLane {
             }
             if takes > limit {
                 warm.limit = Some(limit);
-                self.note_too_slow(width, form.rows(), takes);
+                self.note_too_slow(width, form.rows(), smallest == Some(form.rows()), takes);
                 break;
             }
             warm.rows = form.rows();
@@ -276,12 +278,12 @@ impl HotLane {
         Ok(Ok(()))
     }
 
-    fn note_too_slow(&mut self, width: Width, rows: usize, takes: Duration) {
+    fn note_too_slow(&mut self, width: Width, rows: usize, is_smallest: bool, takes: Duration) {
         let known = &mut self.too_slow[width as usize];
         let before = known.filter(|known| known.rows == rows);
         let n_layers = before.map_or(0, |known| known.n_layers) + 1;
         let takes = before.map_or(takes, |known| known.takes.min(takes));
-        *known = Some(TooSlow { rows, takes, n_layers });
+        *known = Some(TooSlow { rows, is_smallest, takes, n_layers });
     }
 
     fn compute_once(&mut self, layer: HotIndex, form: Form) -> Result<Status> {

@@ -161,13 +161,14 @@ def test_a_device_that_is_far_slower_is_given_up_before_a_token_uses_it(hot, env
     latency_us = 20_000
     too_slow = N_LAYERS * 2  # each layer's smallest graph, which is given a second chance
     warm = until("mul_mat_id_graphs", too_slow)
-    result = session(hot, environment, [decode(1), greedy(100), warm, greedy(100)], latency_us=latency_us)
+    result = session(hot, environment, [decode(1), greedy(100), warm, greedy(1500)], latency_us=latency_us)
     (line,) = result.complaints
     ours, cold = map(int, OFF.search(line).groups())
     assert ours >= latency_us and ours > cold
     assert "answers stay the same" in line
     assert result.hits == 0
-    assert result.stats["mul_mat_id_graphs"] == too_slow
+    # Once more where what a token takes without it has become known better.
+    assert too_slow <= result.stats["mul_mat_id_graphs"] <= 2 * too_slow
 
 
 @pytest.mark.full

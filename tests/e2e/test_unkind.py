@@ -87,25 +87,33 @@ def test_a_floor_stays_free_in_every_mode(hot, options):
 
 
 def test_the_device_is_asked_for_its_memory_once_per_fill(hot):
-    """Not for each layer: a driver can take long to answer."""
-    ours = run(hot, [*PROFILE_STEPS, until("large_writes", 1)], {"fault_min_bytes": 32768})
+    """Not for each layer: a driver can take long to answer. For its properties too, and not while tokens are decoded."""
+    copied = until("large_writes", 1)
+    ours = run(hot, [*PROFILE_STEPS, copied], {"fault_min_bytes": 32768})
+    longer = run(hot, [*PROFILE_STEPS, copied, greedy(100)], {"fault_min_bytes": 32768})
     without = hot.probe.faking(generated("Q4_K"), PROFILE_STEPS, fake_environment(stats=hot.probe.folder / "stats-without"))
     assert without.devices
-    asked = json.loads((hot.probe.folder / "stats-without").read_text())["memory_queries"]
-    assert ours.stats["memory_queries"] - asked <= 1
+    stock = json.loads((hot.probe.folder / "stats-without").read_text())
+    assert ours.stats["memory_queries"] - stock["memory_queries"] <= 1
+    print({name: (stock[name], ours.stats[name], longer.stats[name]) for name in ("memory_queries", "property_queries")})
+    for query in ("memory_queries", "property_queries"):
+        assert ours.stats[query] == longer.stats[query]
 
 
 def layer_ms(timings: dict, lap: str) -> float:
     return timings["mixed"][lap] / timings["mixed"]["calls"] / 1e6
 
 
-def test_a_copy_to_ordinary_memory_does_not_hold_the_cpu_up(hot, tmp_path):
+@pytest.mark.parametrize("no_host", [False, True], ids=["no host buffer", "--no-host"])
+def test_a_copy_to_ordinary_memory_does_not_hold_the_cpu_up(hot, tmp_path, no_host):
     """The device takes 20 ms for a layer, and rows come back into memory that is not page-locked: the CPU's part begins
     before they do."""
     latency_ms, times = 20, tmp_path / "times.json"
-    fake = {"latency_us": latency_ms * 1000, "null_mul_mat_id_only": 1, "pageable_blocks": 1}
+    fake = {"latency_us": latency_ms * 1000, "null_mul_mat_id_only": 1, "pageable_blocks": 1, "host_buffer": int(no_host)}
     steps = [decode(1), greedy(CALLS_BEFORE_FILL + 20)]
-    run(hot, steps, fake, slots=N_EXPERT // 2, environment={"MOE_HOT_TEST_TIMINGS": times})
+    environment = {"MOE_HOT_TEST_TIMINGS": times} | ({"LLAMA_ARG_NO_HOST": 1} if no_host else {})
+    result = run(hot, steps, fake, slots=N_EXPERT // 2, environment=environment)
+    assert result.stats["blocking_copies"] > 0, "the memory is ordinary"
     timings = json.loads(times.read_text())
     assert layer_ms(timings, "plan_and_launch_ns") < latency_ms, "what it takes at least where the copy is waited for first"
     assert sum(layer_ms(timings, lap) for lap in ("plan_and_launch_ns", "cold_ns", "join_ns")) >= latency_ms, "in the end"
@@ -120,6 +128,13 @@ def test_graphs_are_captured_once(hot):
     sizes = 1 + (31 * N_USED - 1).bit_length()
     assert result.stats["mul_mat_id_graphs"] > 400
     assert N_LAYERS * N_USED <= result.stats["captures"] <= N_LAYERS * (N_USED + sizes)
+
+
+def test_graphs_that_are_dropped_are_captured_again(hot):
+    """A graph of a rare number of hits is not computed for seconds. Here none is kept at all."""
+    result = run(hot, [decode(1), greedy(CALLS_BEFORE_FILL + 50)], {"capture_keep_ms": 0})
+    assert result.hits > 0
+    assert result.stats["captures"] > N_LAYERS * N_USED
 
 
 def test_a_miss_that_is_copied_goes_through_page_locked_memory(hot):
@@ -140,7 +155,7 @@ def test_a_miss_that_is_copied_goes_through_page_locked_memory(hot):
     assert blocking < copied / 3, "as many as there were experts, of three tensors each"
 
 
-PIECE = 256 << 10
+PIECE, PIECES_IN_FLIGHT = 256 << 10, 2
 
 
 def test_experts_are_copied_in_pieces(hot, tmp_path):
@@ -151,6 +166,23 @@ def test_experts_are_copied_in_pieces(hot, tmp_path):
     ours = hot.run(model, steps, profile, slots=4)
     assert_same_answer(hot.probe.stock(model, steps), ours)
     assert ours.stats["largest_write"] == PIECE
+
+
+def test_a_tokens_rows_wait_for_one_piece_at_most(hot, tmp_path):
+    """Experts are swapped on a slow bus all the time: two pieces are under way at a time, of which the bus has one."""
+    mbs = 1000
+    model = large_qwen3moe(tmp_path / "large.gguf", Sizes(n_expert=16, n_expert_used=2, n_ff=2048))
+    tokens = [decode(1, seed=seed) for seed in range(150)]
+    steps = [decode(1), *tokens[:50], until("large_writes", 1), *tokens[50:]]
+    profile = hot.probe.recording(model, [decode(1), greedy(20)]).out_file
+    fake = {"bandwidth_mbs": mbs, "fault_min_bytes": PIECE}
+    ours = Learning(hot).run(model, steps, profile, "cpu", fake=fake)
+    assert_same_answer(hot.probe.stock(model, steps), ours)
+    stats = ours.stats
+    print({name: stats[name] for name in ("large_writes", "most_large_writes_queued", "longest_bus_wait_us")})
+    assert stats["large_writes"] > 50
+    assert 1 <= stats["most_large_writes_queued"] <= PIECES_IN_FLIGHT
+    assert stats["longest_bus_wait_us"] <= PIECE / mbs
 
 
 def waits_per_layer(hot, environment: dict, stats) -> float:

@@ -264,10 +264,15 @@ def test_no_token_waits_for_a_kernel_to_be_compiled(on_vulkan, tmp_path):
 N_STARTS = 20
 
 
-def test_every_start_with_one_budget_has_the_same_slots_and_hits(on_vulkan):
+@pytest.mark.parametrize(
+    ("environment", "more"),
+    [({}, []), pytest.param({"MOE_HOT_TEST_WAIT": 0}, [greedy(700)], marks=pytest.mark.full)],
+    ids=["tokens wait for the cache", "nobody waits"],
+)
+def test_every_start_with_one_budget_has_the_same_slots_and_hits(on_vulkan, environment, more):
     model = shipped_model()
-    budget = {"LLAMA_ARG_MOE_HOT_CACHE_MAX_MIB": 4}
-    runs = [on_vulkan.run(model, SINGLE, environment=budget) for _ in range(N_STARTS)]
+    budget = {"LLAMA_ARG_MOE_HOT_CACHE_MAX_MIB": 4} | environment
+    runs = [on_vulkan.run(model, [*SINGLE, *more], environment=budget) for _ in range(N_STARTS)]
     assert all(complaints(result.log) == [] for result in runs)
     assert len({(start.mib, start.slots) for result in runs for start in starts(result.log)}) == 1
     assert all(result.hits > 0 for result in runs)

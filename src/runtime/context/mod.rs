@@ -155,6 +155,7 @@ impl ContextLanes {
             self.judged = Arc::downgrade(&cache.handle);
         }
         let too_slow = lane.lane.too_slow(Width::of(ids.n_tokens()));
+        let mut can_serve = true;
         if runtime.config().is_guarded() && !self.may_use_device(&cache, ids.n_tokens(), too_slow) {
             self.partition.set_all_cold(ids);
         } else {
@@ -162,6 +163,7 @@ impl ContextLanes {
             self.partition.set(ids, &cache, runtime.config().miss, can_copy);
             // Tests that have tokens wait for lanes have them wait for graphs too.
             if !runtime.config().waits_for_lanes() && !lane.lane.is_warm_for(index, &self.partition.hot) {
+                can_serve = false;
                 self.partition.cancel(&cache);
                 self.partition.set_all_cold(ids);
                 if let Some(slow) = too_slow.filter(|slow| is_known(slow, &cache)) {
@@ -172,7 +174,7 @@ impl ContextLanes {
         }
         let beside_copies = cache.handle.device.has_copies_in_flight();
         let mut fetch = None;
-        let mut learn = || fetch = cache.learn(ids.ids(), ids.n_tokens());
+        let mut learn = || fetch = cache.learn(ids.ids(), ids.n_tokens(), can_serve);
         let computed = if self.partition.hot.is_empty() {
             let status = compute_whole(&mut self.cold, split, &mut self.watch);
             learn();
@@ -213,7 +215,7 @@ impl ContextLanes {
 
     /// Whether a call with so many tokens may use the device. Gives the cache up if even the smallest graph is far too slow.
     fn may_use_device(&mut self, cache: &LayerCache, n_tokens: usize, too_slow: Option<TooSlow>) -> bool {
-        if let Some(slow) = too_slow.filter(|slow| slow.rows == 1 && is_known(slow, cache))
+        if let Some(slow) = too_slow.filter(|slow| slow.is_smallest && is_known(slow, cache))
             && let Some(loss) = self.guard.device_takes(n_tokens, slow.takes.as_nanos() as f64)
         {
             give_up(cache, n_tokens, &loss);

@@ -91,8 +91,9 @@ impl LayerCache {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Learns from a call's routing and returns the copy to make, if one pays.
-    pub fn learn(&self, ids: &[i32], n_tokens: usize) -> Option<Fetch> {
+    /// Learns from a call's routing and returns the copy to make, if one pays. `may_admit`: whether one can pay at all: not where
+    /// the device cannot serve such calls.
+    pub fn learn(&self, ids: &[i32], n_tokens: usize, may_admit: bool) -> Option<Fetch> {
         let mut state = self.state();
         let LayerState { slots, policy } = &mut *state;
         let policy = policy.as_mut()?;
@@ -101,7 +102,7 @@ impl LayerCache {
         {
             policy.set_cost(cost);
         }
-        let admission = policy.admission(slots)?;
+        let admission = if may_admit { policy.admission(slots)? } else { return None };
         Some(Fetch { layer: self.index, admission, decided_at: Some(policy.calls()) })
     }
 

@@ -4,7 +4,9 @@
 
 use crate::queue::{Command, Direction, Queue, Worker};
 use crate::snapshot::{Cpu, nodes_of};
-use crate::{Shared, buffer_type, device, event, faults, first_use, guard, memory, say, settings, stats, sys};
+use crate::{
+    Shared, buffer_type, captures, device, event, faults, first_use, guard, memory, say, settings, stats, sys,
+};
 use std::ffi::{c_char, c_void};
 use std::ptr::null_mut;
 
@@ -201,6 +203,10 @@ unsafe extern "C" fn graph_compute(backend: sys::ggml_backend_t, graph: *mut sys
             say(&error.to_string());
             queue.give_back(snapshot);
             return sys::GGML_STATUS_FAILED;
+        }
+        if is_small_with_experts {
+            // SAFETY: as above.
+            captures::replay(nodes[0] as usize, unsafe { (*graph).uid }, &mut snapshot);
         }
         queue.submit(Command::Compute { graph: Some(snapshot), has_latency });
         sys::GGML_STATUS_SUCCESS

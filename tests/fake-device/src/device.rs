@@ -1,6 +1,6 @@
 //! The device: what it says of itself, and which work it takes.
 
-use crate::{Shared, backend, buffer_type, event, guard, memory, registry, settings, sys};
+use crate::{Shared, backend, buffer_type, event, guard, memory, registry, settings, stats, sys};
 use std::ffi::{CStr, c_char};
 use std::ptr::{null, null_mut};
 use std::sync::OnceLock;
@@ -59,6 +59,7 @@ unsafe extern "C" fn get_type(_: sys::ggml_backend_dev_t) -> sys::ggml_backend_d
 }
 
 unsafe extern "C" fn get_props(device: sys::ggml_backend_dev_t, props: *mut sys::ggml_backend_dev_props) {
+    stats::PROPERTY_QUERIES.add(1);
     let (memory_free, memory_total) = guard("asking for memory", (0, 0), memory::free_and_total);
     // SAFETY: ggml passes our device and a valid pointer to a struct that we fill whole.
     unsafe {

@@ -1,7 +1,7 @@
-//! What a backend does when it sees a graph for the first time: it compiles, loads or captures, and its caller waits.
+//! What a backend does when it sees a graph for the first time: it compiles or loads kernels, and its caller waits.
 
 use crate::{lock, memory, settings, stats, sys};
-use std::collections::{HashMap, HashSet};
+use std::collections::HashSet;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::{LazyLock, Mutex};
 use std::thread;
@@ -11,30 +11,18 @@ const KIB: u64 = 1 << 10;
 
 /// Kinds of graphs that were seen.
 static SEEN: LazyLock<Mutex<HashSet<u64>>> = LazyLock::new(Mutex::default);
-/// The last graph that began with a node at this address.
-static CAPTURED: LazyLock<Mutex<HashMap<usize, u64>>> = LazyLock::new(Mutex::default);
 
-/// Waits, and takes memory, if these nodes are the first of their kind: of their operations, types and shapes. Counts a
-/// capture if they are new, or lie elsewhere.
+/// Waits, and takes memory, if these nodes are the first of their kind: of their operations, types and shapes.
 ///
 /// # Safety
 /// The nodes are valid, and so are their sources.
 pub(crate) unsafe fn wait(nodes: &[*mut sys::ggml_tensor]) {
-    let Some(&first) = nodes.first() else { return };
-    let (mut kind, mut places) = (DefaultHasher::new(), DefaultHasher::new());
+    let mut kind = DefaultHasher::new();
     for &node in nodes {
         // SAFETY: passed on from the caller.
         let (node, source) = unsafe { (&*node, (*node).src[0].as_ref()) };
         (node.op, node.type_, node.ne).hash(&mut kind);
         source.map(|source| (source.type_, source.ne)).hash(&mut kind);
-        // SAFETY: as above.
-        let sources = node.src.iter().filter_map(|&source| unsafe { source.as_ref() });
-        (node.op, node.ne, node.data, sources.map(|source| (source.data, source.ne)).collect::<Vec<_>>())
-            .hash(&mut places);
-    }
-    let places = places.finish();
-    if lock(&CAPTURED).insert(first as usize, places) != Some(places) {
-        stats::CAPTURES.add(1);
     }
     if !lock(&SEEN).insert(kind.finish()) {
         return;

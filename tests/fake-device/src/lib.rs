@@ -6,6 +6,7 @@
 
 mod backend;
 mod buffer_type;
+mod captures;
 mod device;
 mod event;
 mod faults;

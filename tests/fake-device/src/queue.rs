@@ -5,7 +5,7 @@
 
 use crate::event::Event;
 use crate::snapshot::{Cpu, Snapshot};
-use crate::{guard, lock, say, settings};
+use crate::{guard, lock, say, settings, stats};
 use std::collections::VecDeque;
 use std::hint::spin_loop;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
@@ -70,6 +70,8 @@ pub(crate) struct Queue {
 struct State {
     commands: VecDeque<(Instant, Command)>,
     is_busy: bool,
+    /// Among the commands, and the one that is being run.
+    n_large_writes: u64,
     #[allow(clippy::vec_box)] // they go into commands and come back as they are
     spare: Vec<Box<Snapshot>>,
 }
@@ -124,7 +126,13 @@ impl Queue {
     }
 
     fn push(&self, command: Command) {
-        lock(&self.state).commands.push_back((Instant::now(), command));
+        let mut state = lock(&self.state);
+        if command.is_large_write() {
+            state.n_large_writes += 1;
+            stats::MOST_LARGE_WRITES_QUEUED.raise_to(state.n_large_writes);
+        }
+        state.commands.push_back((Instant::now(), command));
+        drop(state);
         self.has_work.notify_one();
     }
 
@@ -159,9 +167,10 @@ impl Queue {
         }
     }
 
-    fn finish(&self) {
+    fn finish(&self, was_large_write: bool) {
         let mut state = lock(&self.state);
         state.is_busy = false;
+        state.n_large_writes = state.n_large_writes.saturating_sub(u64::from(was_large_write));
         if state.commands.is_empty() {
             self.is_idle.notify_all();
         }
@@ -173,6 +182,10 @@ fn wait<'a, T>(condition: &Condvar, guard: MutexGuard<'a, T>) -> MutexGuard<'a, 
 }
 
 impl Command {
+    fn is_large_write(&self) -> bool {
+        matches!(self, Self::Copy { transfer: Some(Direction::ToDevice), size, .. } if is_large(*size))
+    }
+
     /// Runs it if that takes no time; else it is to be queued.
     fn runs_inline(&self) -> bool {
         match self {
@@ -237,11 +250,11 @@ fn work(queue: &Queue, cpu: Cpu) {
     let mut end = Instant::now();
     loop {
         let (submitted, command) = queue.next();
-        let is_last = matches!(command, Command::Stop);
+        let (is_last, is_large_write) = (matches!(command, Command::Stop), command.is_large_write());
         let start = submitted.max(end);
         end = guard("working off a queue", start, || command.run(start, queue, &cpu));
         wait_until(end);
-        queue.finish();
+        queue.finish(is_large_write);
         if is_last {
             return;
         }
@@ -264,6 +277,11 @@ pub(crate) fn drain_all() {
     }
 }
 
+/// Whether a copy counts as large; none does if `fault_min_bytes` is not set.
+fn is_large(size: usize) -> bool {
+    settings::FAULT_MIN_BYTES.is_on() && size as u64 >= settings::FAULT_MIN_BYTES.get()
+}
+
 /// When a copy between host and device ends that starts now.
 pub(crate) fn end_of_copy(direction: Direction, start: Instant, size: usize) -> Instant {
     let megabytes_per_s = settings::BANDWIDTH_MBS.get();
@@ -275,7 +293,11 @@ pub(crate) fn end_of_copy(direction: Direction, start: Instant, size: usize) -> 
         Direction::ToHost => &BUS_TO_HOST,
     };
     let mut is_free_at = lock(bus);
+    let asked = Instant::now();
     let start = is_free_at.map_or(start, |time| time.max(start));
+    if matches!(direction, Direction::ToDevice) && !is_large(size) {
+        stats::LONGEST_BUS_WAIT_US.raise_to(start.saturating_duration_since(asked).as_micros() as u64);
+    }
     // 1 MB/s is 1 byte/us
     let end = start + Duration::from_nanos(size as u64 * 1000 / megabytes_per_s);
     *is_free_at = Some(end);

@@ -75,6 +75,8 @@ settings! {
     FIRST_USE_KIB = "first_use_kib", 0;
     /// Free memory is reported as less than it is, by up to so much and by another number each time.
     FREE_JUMPS_MIB = "free_jumps_mib", 0;
+    /// A captured graph that is not used for so long is dropped.
+    CAPTURE_KEEP_MS = "capture_keep_ms", 10_000;
     /// A copy from or to memory that is not of the device's host buffer type keeps its caller waiting until it is done.
     PAGEABLE_BLOCKS = "pageable_blocks", 0;
     /// An allocation that is larger, or makes the total larger, fails; 0 is unlimited.

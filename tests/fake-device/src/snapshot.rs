@@ -7,8 +7,8 @@ use crate::memory::{Place, place};
 use crate::{device, say, settings, sys};
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
-use std::ffi::c_int;
-use std::hash::{BuildHasherDefault, Hasher};
+use std::ffi::{c_int, c_void};
+use std::hash::{BuildHasherDefault, DefaultHasher, Hash, Hasher};
 use std::ptr::{NonNull, null, null_mut};
 use std::sync::OnceLock;
 
@@ -76,6 +76,23 @@ impl Snapshot {
         // SAFETY: as above.
         unsafe { self.take_use_counts(&*graph, nodes) };
         Ok(())
+    }
+
+    /// What tells whether another graph has the same operations, types and shapes.
+    pub(crate) fn kind(&self) -> u64 {
+        let mut kind = DefaultHasher::new();
+        self.tensors.iter().for_each(|tensor| (tensor.op, tensor.type_, tensor.ne, tensor.nb).hash(&mut kind));
+        kind.finish()
+    }
+
+    /// Where each tensor's bytes are.
+    pub(crate) fn addresses(&self) -> Vec<usize> {
+        self.tensors.iter().map(|tensor| tensor.data as usize).collect()
+    }
+
+    /// Has them computed elsewhere.
+    pub(crate) fn set_addresses(&mut self, addresses: &[usize]) {
+        self.tensors.iter_mut().zip(addresses).for_each(|(tensor, &address)| tensor.data = address as *mut c_void);
     }
 
     fn add(&mut self, tensor: *const sys::ggml_tensor) {

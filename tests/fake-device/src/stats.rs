@@ -66,8 +66,14 @@ counters! {
     BLOCKING_COPIES = "blocking_copies";
     /// Graphs with experts that were the first of their kind.
     FIRST_USES = "first_uses";
-    /// Graphs with experts that CUDA would have captured: unknown by the address of their first node, or changed since.
+    /// Graphs with experts that were captured: unknown by the address of their first node, changed since, or dropped.
     CAPTURES = "captures";
+    /// The most writes of at least `fault_min_bytes` that were queued in one instance at a time.
+    MOST_LARGE_WRITES_QUEUED = "most_large_writes_queued";
+    /// The longest time that a smaller write had to wait for the bus, in us.
+    LONGEST_BUS_WAIT_US = "longest_bus_wait_us";
+    /// Times that the device was asked for its properties.
+    PROPERTY_QUERIES = "property_queries";
     /// Times that the device was asked for its memory.
     MEMORY_QUERIES = "memory_queries";
     /// Backend instances made.

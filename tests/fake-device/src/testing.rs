@@ -20,6 +20,8 @@ pub(crate) struct Rig {
     pub(crate) input: *mut sys::ggml_tensor,
     pub(crate) result: *mut sys::ggml_tensor,
     experts: *mut sys::ggml_cgraph,
+    /// As large as what the graph with experts computes, twice.
+    places: [*mut sys::ggml_tensor; 2],
     buffer: sys::ggml_backend_buffer_t,
 }
 
@@ -42,11 +44,14 @@ impl Rig {
             let ids = sys::ggml_new_tensor_2d(context, sys::GGML_TYPE_I32, N_EXPERTS, 1);
             let experts = sys::ggml_new_graph(context);
             sys::ggml_build_forward_expand(experts, sys::ggml_mul_mat_id(context, weights, rows, ids));
+            let places = [(); 2].map(|()| sys::ggml_new_tensor_1d(context, sys::GGML_TYPE_F32, n * N_EXPERTS));
             let kind = sys::ggml_backend_dev_buffer_type(device::DEVICE.get());
             let buffer = sys::ggml_backend_alloc_ctx_tensors_from_buft(context, kind);
             assert!(!buffer.is_null());
-            sys::ggml_backend_tensor_memset(ids, 0, 0, sys::ggml_nbytes(ids));
-            Self { _turn: turn, context, graph, input, result, experts, buffer }
+            for tensor in [ids, weights, rows].into_iter().chain(places) {
+                sys::ggml_backend_tensor_memset(tensor, 0, 0, sys::ggml_nbytes(tensor));
+            }
+            Self { _turn: turn, context, graph, input, result, experts, places, buffer }
         }
     }
 
@@ -65,6 +70,22 @@ impl Rig {
     pub(crate) fn compute_experts(&self, on: &Instance) -> sys::ggml_status {
         // SAFETY: both are live.
         unsafe { sys::ggml_backend_graph_compute_async(on.0, self.experts) }
+    }
+
+    /// Has the graph with experts, which has only zeros to compute with, write them to one of two places that hold ones;
+    /// returns which of the two hold zeros then.
+    pub(crate) fn compute_experts_at(&self, on: &Instance, place: usize, uid: u64) -> [bool; 2] {
+        // SAFETY: the graph, its only node and both places are live and ours; nothing is queued that uses them.
+        unsafe {
+            for place in self.places {
+                sys::ggml_backend_tensor_set(place, [1.0_f32; N].as_ptr().cast(), 0, size_of::<[f32; N]>());
+            }
+            let node = *(*self.experts).nodes;
+            ((*node).data, (*self.experts).uid) = ((*self.places[place]).data, uid);
+        }
+        assert_eq!(self.compute_experts(on), sys::GGML_STATUS_SUCCESS);
+        on.synchronize();
+        self.places.map(|place| self.read(place) == [0.0; N])
     }
 
     /// What is in device memory now, whatever is queued.

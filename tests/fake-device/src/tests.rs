@@ -270,6 +270,49 @@ fn only_graphs_with_experts_fail() {
 }
 
 #[test]
+fn what_was_captured_is_computed_as_long_as_the_uid_is_the_same() {
+    let rig = Rig::new();
+    let instance = rig.instance();
+    let before = count("captures");
+    assert_eq!(rig.compute_experts_at(&instance, 0, 1), [true, false]);
+    assert_eq!(rig.compute_experts_at(&instance, 0, 1), [true, false]);
+    assert_eq!(rig.compute_experts_at(&instance, 0, 2), [true, false], "the same graph");
+    assert_eq!(count("captures") - before, 1);
+    assert_eq!(rig.compute_experts_at(&instance, 1, 2), [true, false], "it says that it is the same graph");
+    assert_eq!(count("captures") - before, 1);
+    assert_eq!(rig.compute_experts_at(&instance, 1, 3), [false, true]);
+    assert_eq!(rig.compute_experts_at(&instance, 0, 0), [true, false], "it says nothing");
+    assert_eq!(count("captures") - before, 3);
+    set("capture_keep_ms", 0);
+    std::thread::sleep(std::time::Duration::from_millis(2));
+    assert_eq!(rig.compute_experts_at(&instance, 0, 0), [true, false]);
+    assert_eq!(count("captures") - before, 4, "dropped");
+}
+
+#[test]
+fn writes_that_are_queued_are_counted_and_small_ones_wait_for_the_bus() {
+    let rig = Rig::new();
+    let (one, other) = (rig.instance(), rig.instance());
+    let values = [1.0; N];
+    let bytes = size_of_val(&values) as i64;
+    set("fault_min_bytes", bytes);
+    set("bandwidth_mbs", 1);
+    set("hold_writes", 1);
+    (0..3).for_each(|_| one.set(rig.input, &values));
+    set("hold_writes", 0);
+    one.synchronize();
+    assert!(count("most_large_writes_queued") >= 3);
+    set("hold_writes", 1);
+    one.set(rig.input, &values);
+    set("fault_min_bytes", bytes + 1);
+    set("hold_writes", 0);
+    other.set(rig.result, &values);
+    one.synchronize();
+    other.synchronize();
+    assert!(count("longest_bus_wait_us") <= bytes as u64, "no longer than a copy takes, at one byte per us");
+}
+
+#[test]
 fn an_instance_that_cannot_be_made_is_null() {
     let rig = Rig::new();
     set("fault_init_once", 1);

@@ -228,14 +228,14 @@ fn a_fetch_of_a_layer_without_slots_is_dropped() {
 #[test]
 fn a_layer_may_ask_again_once_its_fetch_has_been_started() {
     let (engine, mut fetcher, cache) = fetcher();
-    let fetch = cache.learn(&[3], 1).unwrap();
-    assert_eq!(cache.learn(&[4], 1), None, "one at a time");
+    let fetch = cache.learn(&[3], 1, true).unwrap();
+    assert_eq!(cache.learn(&[4], 1, true), None, "one at a time");
     fetcher.cache.queue.push(fetch);
     std::thread::scope(|scope| {
         let (handle, cache) = (fetcher.cache.clone(), cache.clone());
         scope.spawn(move || fetcher.serve(&mut || {}));
         // The next fetch can be had once the fetcher has started the first.
-        while cache.learn(&[4], 1).is_none() {
+        while cache.learn(&[4], 1, true).is_none() {
             std::thread::yield_now();
         }
         engine.land(Outcome::Whole);
