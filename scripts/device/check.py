@@ -24,6 +24,8 @@ MINUTES = 8.0
 MIB = 1 << 20
 # What stays free on the disk, and of the memory, beside the model.
 SPARE_MIB = 2048
+# Of the device's memory, for contexts and what a backend takes itself.
+OTHER_MIB = 1024
 SIZES = {"large": models.LARGE, "small": models.SMALL}
 
 
@@ -87,19 +89,34 @@ def make_model(path: Path, sizes: models.Sizes) -> dict:
     return made | shape | {"routing": dataclasses.asdict(models.MIX), "seconds": time.monotonic() - begin}
 
 
-def compare(bench: speeds.Bench, work: Path) -> dict:
-    """`moe-hot compare`, in every share of the experts' memory; its own files say the rest."""
+def compare(bench: speeds.Bench) -> dict:
+    """`moe-hot compare`, with device memory for the dense weights and a share of the experts; its own files say the rest."""
     command = [BIN / "moe-hot", "compare"]
     try:
         bench.programs.run([*command, "--help"])
     except Failed as error:
-        raise Skipped("this moe-hot has no command of that name") from error
-    raise Skipped("not yet called: its arguments are not fixed")
+        raise Skipped("this moe-hot has no such command") from error
+    dense_mib = (bench.model.stat().st_size - bench.sizes.all_expert_bytes) // MIB
+    on_server = ["--rpc", bench.arguments[-1]] if bench.arguments else []
+    found: dict[str, dict] = {}
+    for share in speeds.SHARES:
+        folder = bench.programs.work / f"compare-{share:.0%}"
+        vram = dense_mib + OTHER_MIB + round(share * bench.sizes.all_expert_bytes / MIB)
+        arguments = ["-m", bench.model, "--vram", f"{vram}MiB", "--device", bench.device, *on_server, "--pp", speeds.N_PROMPT]
+        arguments += ["--tg", speeds.N_DECODE, "--pairs", speeds.LEAST_ROUNDS, "-o", folder]
+        try:
+            bench.programs.run([*command, *arguments])
+            found[f"{share:.0%}"] = {"vram_mib": vram, "results": json.loads((folder / "results.json").read_text())}
+        except Skipped as reason:
+            found[f"{share:.0%}"] = {"vram_mib": vram, "skipped": str(reason)}
+    if all("skipped" in one for one in found.values()):
+        raise Skipped(next(iter(found.values()))["skipped"])
+    return found
 
 
 def of_model(check: Check, bench: speeds.Bench, sizes: models.Sizes) -> None:
     """The parts that want the generated model."""
-    after = ("routing", "threads", "overhead", "layers", "cache", "prompts", "copies", "compare")
+    after = ("routing", "threads", "cache", "prompts", "layers", "overhead", "copies", "compare")
     if not check.part("model", 0.25, lambda: make_model(bench.model, sizes)):
         check.skip(after, "there is no model to measure with")
         return
@@ -112,15 +129,15 @@ def of_model(check: Check, bench: speeds.Bench, sizes: models.Sizes) -> None:
     check.part("routing", 0.25, route)
     tuned = check.part("threads", 0.15, lambda: speeds.tune(bench))
     bench = dataclasses.replace(bench, threads=tuned["threads"] if tuned else 0)
-    check.part("overhead", 0.2, lambda: speeds.overhead(bench))
     if "profile" in found:
-        check.part("cache", 0.5, lambda: speeds.cache(bench, found["profile"]))
-        check.part("layers", 0.3, lambda: speeds.layers(bench, found["profile"]))
-        check.part("prompts", 0.4, lambda: speeds.prompts(bench, found["profile"]))
+        check.part("cache", 0.55, lambda: speeds.cache(bench, found["profile"]))
+        check.part("prompts", 0.3, lambda: speeds.prompts(bench, found["profile"]))
+        check.part("layers", 0.35, lambda: speeds.layers(bench, found["profile"]))
     else:
-        check.skip(("cache", "layers", "prompts"), "there is no profile: routing was not recorded")
-    check.part("copies", 0.8, lambda: copies.measure(bench))
-    check.part("compare", 1.0, lambda: compare(bench, bench.programs.work))
+        check.skip(("cache", "prompts", "layers"), "there is no profile: routing was not recorded")
+    check.part("overhead", 0.4, lambda: speeds.overhead(bench))
+    check.part("copies", 0.7, lambda: copies.measure(bench))
+    check.part("compare", 1.0, lambda: compare(bench))
 
 
 def run(args: argparse.Namespace, work: Path, budget: Budget) -> dict:

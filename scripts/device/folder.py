@@ -20,7 +20,6 @@ from device.budget import Budget, Skipped
 ROOT = Path(__file__).resolve().parents[1]
 BIN = ROOT / "bin"
 PLUGIN = BIN / "libggml_moe_hot.so"
-SHIPPED_MODEL = ROOT / "models/moe-small.gguf"
 TRACES = ROOT / "traces"
 CUDA_BACKEND = BIN / "libggml-cuda.so"
 # What the CUDA backend wants of the machine.

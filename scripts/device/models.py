@@ -66,7 +66,7 @@ class Sizes:
         return self.n_layer * self.n_expert * self.expert_bytes
 
 
-MIX = Mix(common=0.3, attention=1.0, experts=0.3, nearness=1.2)
+MIX = Mix(common=0.45, attention=2.0, experts=0.15, nearness=0.95)
 # Those of Qwen3-30B-A3B, which has 48 layers of it.
 LARGE = Sizes(n_layer=12, n_embd=2048, n_head=32, n_head_kv=4, head_dim=128, n_ff=768, n_expert=128, n_expert_used=8)
 # For trying this script without a GPU.

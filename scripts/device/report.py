@@ -6,6 +6,8 @@ import re
 import socket
 from pathlib import Path
 
+from device.speeds import LEAST_DECODE, LEAST_PROMPT
+
 ADDRESS = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b|\b(?:[0-9a-fA-F]{2}:){5}[0-9a-fA-F]{2}\b|\b[\w.+-]+@[\w-]+\.[\w.]+\b")
 FOLDERS = re.compile(r"(?<![\w.])~?(?:/[\w.+@-]+){1,}/?")
 SHORTEST_NAME = 3
@@ -40,6 +42,10 @@ def shown(ratio: dict) -> str:
         f"{ratio['median']:.3f} ({ratio['least']:.3f} to {ratio['most']:.3f}, {ratio['rounds']} rounds); "
         f"{over} {above:.1f}, {under} {below:.1f}"
     )
+
+
+def against(ratio: dict, least: float) -> str:
+    return f"; {'met' if ratio['median'] >= least else 'MISSED'}: {least} is hoped for"
 
 
 def of_conformance(result: dict) -> list[str]:
@@ -105,12 +111,15 @@ def of_cache(result: dict) -> list[str]:
         hits = f"{cache['hit_rate']:.1%} hits" if cache["hit_rate"] is not None else "OFF"
         said = f"; it says: {cache['says'][0]}" if cache["says"] else ""
         lines.append(f"{share} of the experts, cache ({cache['mib']} MiB, {hits}) / --n-cpu-moe {found['n_cpu_moe']} ({found['mib']} MiB): {shown(found['to whole layers'])} tokens/s")
-        lines.append(f"{share} of the experts, cache / --cpu-moe: {shown(found['to all on the CPU'])} tokens/s{said}")
+        lines[-1] += said
+        if "to all on the CPU" in found:
+            lines[-1] += against(found["to whole layers"], LEAST_DECODE)
+            lines.append(f"{share} of the experts, cache / --cpu-moe: {shown(found['to all on the CPU'])} tokens/s")
     return lines
 
 
 def of_prompts(result: dict) -> list[str]:
-    return [f"prompt of {result['tokens']} tokens, filled cache ({result['cache']['mib']} MiB) / --cpu-moe: {shown(result['prompt'])} tokens/s"]
+    return [f"prompt of {result['tokens']} tokens, filled cache ({result['cache']['mib']} MiB) / --cpu-moe: {shown(result['prompt'])} tokens/s{against(result['prompt'], LEAST_PROMPT)}"]
 
 
 def of_copies(result: dict) -> list[str]:
@@ -122,7 +131,8 @@ def of_copies(result: dict) -> list[str]:
 
 
 def of_compare(result: dict) -> list[str]:
-    return [f"moe-hot compare at {share} of the experts: {words}" for share, words in result.items()]
+    """What it found is in results.json."""
+    return [f"{share} of the experts, {found['vram_mib']} MiB: {found.get('skipped', 'done, see results.json')}" for share, found in result.items()]
 
 
 WORDS = {

@@ -24,7 +24,7 @@ NO_KERNEL = "cannot be computed on"
 
 
 def scenario(model: Path, **options) -> dict:
-    steps = [{"op": "decode", "sequences": [{"id": 0, "tokens": [(7 * n + 5) % 256]}], "outputs": "none"} for n in range(N_TOKENS)]
+    steps = [{"op": "decode", "sequences": [{"id": 0, "tokens": [(7 * n + 5) % 256]}], "outputs": "all"} for n in range(N_TOKENS)]
     return {"model": str(model), "steps": steps, "rows_of": TENSOR, "n_threads": 2, "n_ctx": 256, **options}
 
 

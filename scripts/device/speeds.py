@@ -19,15 +19,18 @@ from device.models import Sizes
 
 MIB = 1 << 20
 SHARES = (0.25, 0.5, 0.75, 1.0)
+# Measured first, and against --cpu-moe too.
+TELLING = 0.5
 CPU_MOE = ["-ncmoe", 999]
 LEAST_ROUNDS, MOST_ROUNDS = 2, 10
 # Of a run with a cache the first fills it.
-REPETITIONS = 3
+REPETITIONS = 2
 N_PROMPT = 512
 N_DECODE = 128
 TUNING_TOKENS = 32
-# What is hoped for; said beside the figures, and no reason to fail.
-BARS = {"cache at 50 %": 1.2, "prompt": 0.98}
+# What is hoped for (decode at half of the experts, against whole layers; prompts, against stock). Missed bars are said beside
+# the figures; they are no failure of this machine.
+LEAST_DECODE, LEAST_PROMPT = 1.2, 0.98
 START = re.compile(r"hot cache on \S+: (\d+) MiB, (\d+) slots per layer \((\d+) experts\) in (\d+) layers")
 END = re.compile(r"hot cache: (\d+) hits, (\d+) misses, hit rate ([\d.]+) %; ([\d.]+) MiB copied")
 
@@ -163,15 +166,16 @@ def cache(bench: Bench, profile: Path) -> dict:
     """At each share of the experts' bytes: whole layers of that many bytes on the GPU, and a cache of as many."""
     measured: dict[str, dict] = {}
     arguments = ["-p", 0, "-n", N_DECODE, "-r", REPETITIONS]
-    wanted = sorted(SHARES, key=lambda share: share != 0.5)  # the most telling one first
+    wanted = sorted(SHARES, key=lambda share: share != TELLING)
     for number, share in enumerate(wanted):
         whole = round(share * bench.sizes.n_layer)
         mib = whole * bench.sizes.n_expert * bench.sizes.expert_bytes // MIB
         runs = {
             "cache": lambda mib=mib: bench.cached(profile, mib, *arguments),
             "whole layers": lambda whole=whole: bench.stock("-ncmoe", bench.sizes.n_layer - whole, *arguments),
-            "all on the CPU": lambda: bench.stock(*CPU_MOE, *arguments),
         }
+        if share == TELLING:
+            runs["all on the CPU"] = lambda: bench.stock(*CPU_MOE, *arguments)
         try:
             with narrowed(bench.budget, len(wanted) - number):
                 taken = in_turns(bench.budget, runs)
@@ -184,8 +188,9 @@ def cache(bench: Bench, profile: Path) -> dict:
             "mib": mib,
             "cache": {name: last[name] for name in ("mib", "slots", "hit_rate", "copied_mib", "says")},
             "to whole layers": ratio(taken, "cache", "whole layers", "decode"),
-            "to all on the CPU": ratio(taken, "cache", "all on the CPU", "decode"),
         }
+        if share == TELLING:
+            measured[f"{share:.0%}"]["to all on the CPU"] = ratio(taken, "cache", "all on the CPU", "decode")
     if all("skipped" in found for found in measured.values()):
         raise Skipped(measured["50%"]["skipped"])
     return measured
