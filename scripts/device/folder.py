@@ -85,7 +85,8 @@ class Programs:
         folders = [str(BIN), str(fallback_folder(work / "libraries")), *cuda, *([inherited] if inherited else [])]
         self.base = {
             name: value for name, value in os.environ.items() if not name.startswith(NOT_INHERITED) or name in INHERITED
-        } | {"LD_LIBRARY_PATH": ":".join(folders), "MOE_PROBE_BACKENDS": str(BIN)}
+        } | {"LD_LIBRARY_PATH": ":".join(folders), "MOE_PROBE_BACKENDS": str(BIN), "GGML_NO_BACKTRACE": "1"}
+        self.rpc_server: RpcServer | None = None
 
     def environment(self, **extra: object) -> dict[str, str]:
         return self.base | {name: str(value) for name, value in extra.items()}
@@ -117,6 +118,8 @@ class Programs:
             if self.budget.left_s <= 0:
                 os.killpg(child.pid, signal.SIGKILL)
                 child.wait()
+                if self.rpc_server:
+                    self.rpc_server.restart()
                 raise Skipped(f"{Path(words[0]).name} was still running when the time for it was over")
             time.sleep(0.01)
         return 0
@@ -124,25 +127,45 @@ class Programs:
     @contextmanager
     def server(self, n_threads: int) -> Iterator[str]:
         """An RPC server that computes on this machine's processor."""
+        self.rpc_server = RpcServer(self.work, self.base, n_threads)
+        try:
+            yield self.rpc_server.endpoint
+        finally:
+            self.rpc_server.stop()
+
+
+class RpcServer:
+    """Serves one program at a time; one that is ended while it computes leaves it busy, so that it has to be started again."""
+
+    def __init__(self, work: Path, environment: dict[str, str], n_threads: int):
+        self.log, self.environment, self.n_threads = work / "rpc-server.log", environment, n_threads
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        command = [BIN / "ggml-rpc-server", "-H", "127.0.0.1", "-p", port, "-d", "CPU", "-t", n_threads]
-        with open(self.work / "rpc-server.log", "w") as log:
-            child = subprocess.Popen(
-                [str(word) for word in command], stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.base, cwd=self.work,
-                start_new_session=True,
+            self.port = probe.getsockname()[1]
+        self.endpoint = f"127.0.0.1:{self.port}"
+        self._start()
+
+    def _start(self) -> None:
+        command = [BIN / "ggml-rpc-server", "-H", "127.0.0.1", "-p", self.port, "-d", "CPU", "-t", self.n_threads]
+        with open(self.log, "w") as log:
+            self.child = subprocess.Popen(
+                [str(word) for word in command], stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.environment,
+                cwd=self.log.parent, start_new_session=True,
             )
-            try:
-                deadline = time.monotonic() + SERVER_START_S
-                while not listens(port):
-                    if child.poll() is not None or time.monotonic() > deadline:
-                        raise Failed(f"ggml-rpc-server does not listen: {last_words((self.work / 'rpc-server.log').read_text())}")
-                    time.sleep(0.05)
-                yield f"127.0.0.1:{port}"
-            finally:
-                child.kill()
-                child.wait()
+        deadline = time.monotonic() + SERVER_START_S
+        while not listens(self.port):
+            if self.child.poll() is not None or time.monotonic() > deadline:
+                self.stop()
+                raise Failed(f"ggml-rpc-server does not listen: {last_words(self.log.read_text())}")
+            time.sleep(0.05)
+
+    def restart(self) -> None:
+        self.stop()
+        self._start()
+
+    def stop(self) -> None:
+        self.child.kill()
+        self.child.wait()
 
 
 def listens(port: int) -> bool:
@@ -162,5 +185,7 @@ def below(words: list[str]) -> str:
 
 
 def last_words(text: str) -> str:
+    """What a program that has failed says of it."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return " / ".join(lines[-3:])[-400:]
+    telling = [line for line in lines if any(word in line.lower() for word in ("error", "assert", "fail", "abort", "crash"))]
+    return " / ".join((telling or lines)[-3:])[-400:]

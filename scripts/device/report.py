@@ -108,7 +108,8 @@ def of_cache(result: dict) -> list[str]:
             lines.append(f"{share} of the experts: skipped: {found['skipped']}")
             continue
         cache = found["cache"]
-        hits = f"{cache['hit_rate']:.1%} hits" if cache["hit_rate"] is not None else "OFF"
+        hits = "no hits" if cache["hit_rate"] is None else f"{cache['hit_rate']:.1%} hits"
+        hits += ": held back or OFF" if cache["is_off"] else ""
         said = f"; it says: {cache['says'][0]}" if cache["says"] else ""
         lines.append(f"{share} of the experts, cache ({cache['mib']} MiB, {hits}) / --n-cpu-moe {found['n_cpu_moe']} ({found['mib']} MiB): {shown(found['to whole layers'])} tokens/s")
         lines[-1] += said

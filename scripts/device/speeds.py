@@ -10,7 +10,7 @@ import re
 import shutil
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from device.budget import Budget, Skipped
@@ -31,6 +31,8 @@ TUNING_TOKENS = 32
 # What is hoped for (decode at half of the experts, against whole layers; prompts, against stock). Missed bars are said beside
 # the figures; they are no failure of this machine.
 LEAST_DECODE, LEAST_PROMPT = 1.2, 0.98
+# A cache with fewer hits than this was held back or given up (src/cache/guard.rs), whatever the speed.
+LEAST_HITS_PERCENT = 5
 START = re.compile(r"hot cache on \S+: (\d+) MiB, (\d+) slots per layer \((\d+) experts\) in (\d+) layers")
 END = re.compile(r"hot cache: (\d+) hits, (\d+) misses, hit rate ([\d.]+) %; ([\d.]+) MiB copied")
 
@@ -46,6 +48,7 @@ class Bench:
     arguments: list  # that make the device known
     n_gpu_layers: int  # where dense layers go
     threads: int = 0
+    tests: dict = field(default_factory=dict)  # settings for tests
 
     @property
     def budget(self) -> Budget:
@@ -69,6 +72,7 @@ class Bench:
             "LLAMA_ARG_MOE_HOT_CACHE": used,
             "LLAMA_ARG_MOE_HOT_CACHE_MAX_MIB": mib,
             "LLAMA_ARG_MOE_HOT_CACHE_DEVICE": self.device,
+            **self.tests,
         }
         environment = self.programs.environment(GGML_BACKEND_PATH=PLUGIN, **ours | variables)
         output, said, _ = self.programs.run(self.command(*CPU_MOE, *arguments), environment)
@@ -89,6 +93,7 @@ def of_cache(said: str) -> dict:
         "mib": int(start[1]) if start else 0,
         "slots": int(start[2]) if start else 0,
         "hit_rate": float(end[3]) / 100 if end else None,
+        "is_off": not end or float(end[3]) < LEAST_HITS_PERCENT,
         "copied_mib": float(end[4]) if end else None,
         "says": others[:3],
     }
@@ -186,7 +191,7 @@ def cache(bench: Bench, profile: Path) -> dict:
         measured[f"{share:.0%}"] = {
             "n_cpu_moe": bench.sizes.n_layer - whole,
             "mib": mib,
-            "cache": {name: last[name] for name in ("mib", "slots", "hit_rate", "copied_mib", "says")},
+            "cache": {name: last[name] for name in ("mib", "slots", "hit_rate", "is_off", "copied_mib", "says")},
             "to whole layers": ratio(taken, "cache", "whole layers", "decode"),
         }
         if share == TELLING:
