@@ -120,6 +120,56 @@ def test_without_time_nothing_counts_as_passed(pack):
     assert all(part["reason"] for part in skipped)
 
 
+# A CUDA driver of which copies can be asked: memory is the host's, and a stream or context that it has not made is refused.
+DRIVER = """
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+static uint64_t begin, end;
+static int locked;
+int cuInit(unsigned flags) { return flags; }
+int cuDeviceGet(int *device, int n) { *device = n; return n; }
+int cuDevicePrimaryCtxRetain(void **context, int device) { *context = &begin; return device; }
+int cuCtxSetCurrent(void *context) { return context != &begin; }
+int cuStreamCreate(void **stream, unsigned flags) { *stream = &end; return flags != 1; }
+int cuStreamSynchronize(void *stream) { return stream != &end; }
+int cuMemAlloc_v2(uint64_t *at, size_t size) { *at = begin = (uint64_t) malloc(size); end = begin + size; return 0; }
+int cuMemHostAlloc(void **at, size_t size, unsigned flags) { *at = malloc(size); locked++; return flags; }
+int cuMemcpyHtoDAsync_v2(uint64_t to, const void *from, size_t size, void *stream) {
+    (void) to;
+    if (!locked || stream != &end) return 700;
+    static char sink[1 << 20];
+    memcpy(sink, from, size < sizeof sink ? size : sizeof sink);
+    return 0;
+}
+"""
+COPIES = """
+import json, sys, time
+sys.path.insert(0, sys.argv[1])
+from device import budget, copies, models, speeds
+copies.ALONE_S = 0.05
+class Programs:
+    budget = budget.Budget(60, time.monotonic())
+    def run(self, command):
+        time.sleep(0.05)
+        return json.dumps([{"n_prompt": 0, "samples_ts": [10.0]}]), "", 0
+print(json.dumps(copies.measure(speeds.Bench(Programs(), None, models.SMALL, "CUDA0", [], 99, 1))))
+"""
+
+
+def test_copies_go_through_the_driver(tmp_path):
+    (tmp_path / "driver.c").write_text(DRIVER)
+    built = run(["cc", "-shared", "-fPIC", "-o", tmp_path / "libcuda.so.1", tmp_path / "driver.c"])
+    assert built.returncode == 0, built.stderr
+    environment = {"PATH": os.environ["PATH"], "LD_LIBRARY_PATH": str(tmp_path)}
+    done = run([sys.executable, "-c", COPIES, paths.REPOSITORY / "scripts"], env=environment, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert min(found["alone_mb_per_s"].values()) > 0 and found["beside_the_cpu_mb_per_s"] > 0
+    assert found["decode_kept"] == 1 and found["block_bytes"] == 3 * 256 * 144
+    assert all(report.of_copies(found))
+
+
 class Clock:
     def __init__(self, monkeypatch):
         self.now = 0.0
