@@ -29,7 +29,8 @@ def add_arguments(_: argparse.ArgumentParser) -> None:
 def write_profile(path: Path) -> None:
     chooser = random.Random(1)
     layers = [
-        {"layer": layer, "experts": [[expert, chooser.randrange(1, 10**6)] for expert in range(N_EXPERT)]} for layer in range(N_LAYERS)
+        {"layer": layer, "experts": [[expert, chooser.randrange(1, 10**6)] for expert in range(N_EXPERT)]}
+        for layer in range(N_LAYERS)
     ]
     path.write_text(json.dumps({"schema": SCHEMA, "n_expert": N_EXPERT, "n_expert_used": 8, "layers": layers}))
 
@@ -51,7 +52,11 @@ def measure(args: argparse.Namespace) -> dict:
             output.unlink(missing_ok=True)
             return timed("merge", profile, profile, "-o", output)
 
-        files = {"start": lambda: timed("--version"), "read": lambda: timed("inspect", profile), "read twice and write": written}
+        files = {
+            "start": lambda: timed("--version"),
+            "read": lambda: timed("inspect", profile),
+            "read twice and write": written,
+        }
         taken = in_turns(files, args.pairs)
 
         def played(policy: str) -> dict:
@@ -63,13 +68,20 @@ def measure(args: argparse.Namespace) -> dict:
         size = profile.stat().st_size
     results = {what: ratio(taken, what, "start", "seconds") for what in ("read", "read twice and write")}
     policies = {
-        policy: {"hit": replayed[policy][0]["hit"], **ratio(replayed, policy, "lru", "seconds")} for policy in POLICIES if policy != "lru"
+        policy: {"hit": replayed[policy][0]["hit"], **ratio(replayed, policy, "lru", "seconds")}
+        for policy in POLICIES
+        if policy != "lru"
     }
     return {
         "pairs": args.pairs,
         "profile_bytes": size,
         "results": results,
-        "replay": {"traces": [trace.name for trace in traces], "slots": SLOTS, "lru_hit": replayed["lru"][0]["hit"], "policies": policies},
+        "replay": {
+            "traces": [trace.name for trace in traces],
+            "slots": SLOTS,
+            "lru_hit": replayed["lru"][0]["hit"],
+            "policies": policies,
+        },
     }
 
 
@@ -80,7 +92,9 @@ def report(measured: dict) -> None:
         print(f"{what} / a start that does nothing: {shown(r)}; {1000 * own:.1f} and {1000 * r['start_median']:.1f} ms")
     replay = measured["replay"]
     for policy, r in replay["policies"].items():
-        print(f"replay at {SLOTS} slots, {policy}: hits {r['hit']:.3f}, LRU {replay['lru_hit']:.3f}; time / LRU's: {shown(r)}")
+        print(
+            f"replay at {SLOTS} slots, {policy}: hits {r['hit']:.3f}, LRU {replay['lru_hit']:.3f}; time / LRU's: {shown(r)}"
+        )
 
 
 def missed_bars(_: dict) -> list[str]:

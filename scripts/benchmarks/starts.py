@@ -72,7 +72,9 @@ def report(measured: dict) -> None:
         for what, r in results.items():
             unit, scale = ("s", 1) if what == "seconds" else ("MiB", MIB)
             names = [name for name in r if name.endswith("_median") and not name.startswith("stock")]
-            print(f"{arm:12} {what:7} / stock: {shown(r)}; {r[names[0]] / scale:.2f} and {r['stock_median'] / scale:.2f} {unit}")
+            print(
+                f"{arm:12} {what:7} / stock: {shown(r)}; {r[names[0]] / scale:.2f} and {r['stock_median'] / scale:.2f} {unit}"
+            )
 
 
 def missed_bars(_: dict) -> list[str]:

@@ -64,14 +64,32 @@ class Check:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="device-check", description="Checks and measures moe-hot on this machine's GPU.")
-    parser.add_argument("--device", metavar="NAME", help="the device, as llama.cpp names it; the first GPU unless given; RPC0: the processor, behind llama.cpp's RPC server")
+    parser.add_argument(
+        "--device",
+        metavar="NAME",
+        help="the device, as llama.cpp names it; the first GPU unless given; RPC0: the processor, behind llama.cpp's RPC server",
+    )
     parser.add_argument("--minutes", type=float, default=MINUTES, help=f"time for all of it, {MINUTES:.0f}")
-    parser.add_argument("--size", choices=SIZES, default="large", help="of the generated model's layers: large (those of Qwen3-30B-A3B) or small")
+    parser.add_argument(
+        "--size",
+        choices=SIZES,
+        default="large",
+        help="of the generated model's layers: large (those of Qwen3-30B-A3B) or small",
+    )
     parser.add_argument("--layers", type=int, help="so many of them (large: 12, 4 GiB)")
     parser.add_argument("--n-gpu-layers", type=int, default=99, help="layers whose dense weights are on the device, all")
-    parser.add_argument("--no-guard", action="store_true", help="keep a cache that loses, as it does on RPC0: to try this script")
-    parser.add_argument("--report", type=Path, metavar="FILE", help="write one file to send: without names, folders and addresses of this machine")
-    parser.add_argument("-o", "--output", type=Path, default=Path(), metavar="DIR", help="folder for results.json, the current one")
+    parser.add_argument(
+        "--no-guard", action="store_true", help="keep a cache that loses, as it does on RPC0: to try this script"
+    )
+    parser.add_argument(
+        "--report",
+        type=Path,
+        metavar="FILE",
+        help="write one file to send: without names, folders and addresses of this machine",
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, default=Path(), metavar="DIR", help="folder for results.json, the current one"
+    )
     args = parser.parse_args()
     if args.minutes <= 0 or (args.layers is not None and args.layers < 1):
         parser.error("--minutes and --layers: expected more than 0")
@@ -83,10 +101,17 @@ def make_model(path: Path, sizes: models.Sizes) -> dict:
     if wanted + SPARE_MIB > free:
         raise Skipped(f"the model takes {wanted} MiB; {free} MiB are free: give fewer --layers, or another folder by TMPDIR")
     if wanted + SPARE_MIB > machine.memory_mib():
-        raise Skipped(f"the model takes {wanted} MiB; this machine has {machine.memory_mib()} MiB of memory: give fewer --layers")
+        raise Skipped(
+            f"the model takes {wanted} MiB; this machine has {machine.memory_mib()} MiB of memory: give fewer --layers"
+        )
     begin = time.monotonic()
     models.write_model(path, sizes)
-    made = {"layers": sizes.n_layer, "experts": sizes.n_expert, "experts_per_token": sizes.n_expert_used, "type": sizes.type_name}
+    made = {
+        "layers": sizes.n_layer,
+        "experts": sizes.n_expert,
+        "experts_per_token": sizes.n_expert_used,
+        "type": sizes.type_name,
+    }
     shape = {"n_embd": sizes.n_embd, "n_ff": sizes.n_ff, "expert_bytes": sizes.expert_bytes, "experts_mib": wanted}
     return made | shape | {"routing": dataclasses.asdict(models.MIX), "seconds": time.monotonic() - begin}
 
@@ -104,7 +129,17 @@ def compare(bench: speeds.Bench) -> dict:
     for share in speeds.SHARES:
         folder = bench.programs.work / f"compare-{share:.0%}"
         vram = dense_mib + OTHER_MIB + round(share * bench.sizes.all_expert_bytes / MIB)
-        arguments = ["-m", bench.model, "--vram", f"{vram}MiB", "--device", bench.device, *on_server, "--pp", speeds.N_PROMPT]
+        arguments = [
+            "-m",
+            bench.model,
+            "--vram",
+            f"{vram}MiB",
+            "--device",
+            bench.device,
+            *on_server,
+            "--pp",
+            speeds.N_PROMPT,
+        ]
         arguments += ["--tg", speeds.N_DECODE, "--pairs", speeds.LEAST_ROUNDS, "-o", folder]
         try:
             bench.programs.run([*command, *arguments])
@@ -185,6 +220,8 @@ def main(begin: float) -> int:
     print(report.table(results))
     if args.report:
         report.write_report(args.report, results)
-        print(f"\n{args.report} can be sent: it has no names, folders or addresses of this machine. Look at it first.", file=sys.stderr)
+        print(
+            f"\n{args.report} can be sent: it has no names, folders or addresses of this machine. Look at it first.",
+            file=sys.stderr,
+        )
     return 1 if results["has_failed"] else 0
-

@@ -8,7 +8,9 @@ from device.folder import BIN, Failed, Programs
 
 PROGRAM = BIN / "moe-hot-tests"
 TEST = "device::machine_tests::copy_engines_conform_on_the_devices_of_this_machine"
-CONFORMS = re.compile(r"^(?:test .* \.\.\. )?\S+, (\w+) engine, page-locked staging wanted: (true|false): conforms$", re.MULTILINE)
+CONFORMS = re.compile(
+    r"^(?:test .* \.\.\. )?\S+, (\w+) engine, page-locked staging wanted: (true|false): conforms$", re.MULTILINE
+)
 TEST_FAILED = 101
 
 
@@ -20,7 +22,9 @@ def measure(programs: Programs, device: str, rpc: str | None) -> dict:
     output, errors, _ = programs.run(command, programs.environment(**named), accepts=(0, TEST_FAILED))
     found = [{"engine": engine, "page_locked": locked == "true"} for engine, locked in CONFORMS.findall(output)]
     if "1 passed" not in output:
-        why = next((line for line in (errors + output).splitlines() if "panicked" not in line and line.strip()), "it says nothing")
+        why = next(
+            (line for line in (errors + output).splitlines() if "panicked" not in line and line.strip()), "it says nothing"
+        )
         raise Failed(f"the suite ended early, after {len(found)} of 2 engines: {why[:300]}")
     if len(found) != 2:
         raise Failed("the suite ran on no engine")

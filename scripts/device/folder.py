@@ -38,11 +38,20 @@ class Failed(Exception):
 
 def folders_with_cuda() -> list[str]:
     """Where the CUDA libraries of version 13 usually are: system, toolkit, Python's packages."""
-    patterns = ["/usr/local/cuda*/lib64", "/usr/local/cuda*/targets/x86_64-linux/lib", "/opt/cuda/lib64", "/usr/lib/x86_64-linux-gnu"]
+    patterns = [
+        "/usr/local/cuda*/lib64",
+        "/usr/local/cuda*/targets/x86_64-linux/lib",
+        "/opt/cuda/lib64",
+        "/usr/lib/x86_64-linux-gnu",
+    ]
     patterns += [f"{path}/nvidia/*/lib" for path in sys.path if path.endswith("-packages")]
-    patterns += [f"{prefix}/lib/python3*/*-packages/nvidia/*/lib" for prefix in ("/usr", "/usr/local", "/opt/*/.venv", "/opt/*")]
+    patterns += [
+        f"{prefix}/lib/python3*/*-packages/nvidia/*/lib" for prefix in ("/usr", "/usr/local", "/opt/*/.venv", "/opt/*")
+    ]
     listed = os.environ.get("LD_LIBRARY_PATH", "").split(":")
-    return [folder for folder in listed if folder] + [folder for pattern in patterns for folder in sorted(glob.glob(pattern))]
+    return [folder for folder in listed if folder] + [
+        folder for pattern in patterns for folder in sorted(glob.glob(pattern))
+    ]
 
 
 def can_load(library: str) -> bool:
@@ -91,13 +100,20 @@ class Programs:
     def environment(self, **extra: object) -> dict[str, str]:
         return self.base | {name: str(value) for name, value in extra.items()}
 
-    def run(self, command: list, environment: dict[str, str] | None = None, accepts: tuple[int, ...] = (0,)) -> tuple[str, str, int]:
+    def run(
+        self, command: list, environment: dict[str, str] | None = None, accepts: tuple[int, ...] = (0,)
+    ) -> tuple[str, str, int]:
         """Runs a command to its end and returns its output, its errors, and the most memory that it had, in bytes. It is
         ended when there is no time left."""
         words = [str(word) for word in command]
         with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
             child = subprocess.Popen(
-                words, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, env=environment or self.base, cwd=self.work,
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=errors,
+                env=environment or self.base,
+                cwd=self.work,
                 start_new_session=True,
             )
             memory = self._wait(child, words)
@@ -149,8 +165,13 @@ class RpcServer:
         command = [BIN / "ggml-rpc-server", "-H", "127.0.0.1", "-p", self.port, "-d", "CPU", "-t", self.n_threads]
         with open(self.log, "w") as log:
             self.child = subprocess.Popen(
-                [str(word) for word in command], stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.environment,
-                cwd=self.log.parent, start_new_session=True,
+                [str(word) for word in command],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self.environment,
+                cwd=self.log.parent,
+                start_new_session=True,
             )
         deadline = time.monotonic() + SERVER_START_S
         while not listens(self.port):

@@ -40,8 +40,12 @@ def choose(programs: Programs, name: str | None, arguments: list) -> Device:
     if not name and CUDA_BACKEND.exists():
         missing, _ = missing_cuda_libraries()
         if missing:
-            raise Failed(f"{', '.join(missing)}: not found; expected CUDA 13's libraries, in LD_LIBRARY_PATH if not in a usual place")
-    raise Failed(f"{name or 'no device'}: the programs see {names}; expected a GPU, or --device RPC0 to try this script without one")
+            raise Failed(
+                f"{', '.join(missing)}: not found; expected CUDA 13's libraries, in LD_LIBRARY_PATH if not in a usual place"
+            )
+    raise Failed(
+        f"{name or 'no device'}: the programs see {names}; expected a GPU, or --device RPC0 to try this script without one"
+    )
 
 
 def processor() -> str:

@@ -116,7 +116,12 @@ class Tensor:
 
     def header(self) -> bytes:
         shape = struct.pack(f"<{len(self.shape)}Q", *self.shape)
-        return gguf_string(self.name) + struct.pack("<I", len(self.shape)) + shape + struct.pack("<IQ", TYPES[self.type_name].number, self.offset)
+        return (
+            gguf_string(self.name)
+            + struct.pack("<I", len(self.shape))
+            + shape
+            + struct.pack("<IQ", TYPES[self.type_name].number, self.offset)
+        )
 
     def write(self, file: int, start: int) -> None:
         if self.content is not None:
@@ -192,7 +197,9 @@ def output_rows(sizes: Sizes, chooser: random.Random) -> bytes:
     """Printable tokens only: the others are 0 and never win, so that what is generated is text and does not end."""
     size = 3 / math.sqrt(sizes.n_embd)
     printable = [len(token) == 1 and token.isascii() for token in TOKENS]
-    return floats([chooser.gauss(0, size) if is_printable else 0.0 for is_printable in printable for _ in range(sizes.n_embd)])
+    return floats(
+        [chooser.gauss(0, size) if is_printable else 0.0 for is_printable in printable for _ in range(sizes.n_embd)]
+    )
 
 
 def tensors_of(sizes: Sizes, mix: Mix, seed: int) -> list[Tensor]:
@@ -229,7 +236,9 @@ def tensors_of(sizes: Sizes, mix: Mix, seed: int) -> list[Tensor]:
             matrix(f"{block}.ffn_gate_inp.weight", "F32", n_embd, sizes.n_expert, gain=ROUTER_GAIN),
         ]
         for part, shape in experts.items():
-            tensors.append(matrix(f"{block}.ffn_{part}_exps.weight", sizes.type_name, *shape, sizes.n_expert, gain=gains[part]))
+            tensors.append(
+                matrix(f"{block}.ffn_{part}_exps.weight", sizes.type_name, *shape, sizes.n_expert, gain=gains[part])
+            )
     return tensors
 
 

@@ -1,5 +1,6 @@
 """The table, and the file that a user may send: nothing in it tells whose machine it is."""
 
+import contextlib
 import getpass
 import json
 import re
@@ -8,7 +9,9 @@ from pathlib import Path
 
 from device.speeds import LEAST_DECODE, LEAST_PROMPT
 
-ADDRESS = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b|\b(?:[0-9a-fA-F]{2}:){5}[0-9a-fA-F]{2}\b|\b[\w.+-]+@[\w-]+\.[\w.]+\b")
+ADDRESS = re.compile(
+    r"\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b|\b(?:[0-9a-fA-F]{2}:){5}[0-9a-fA-F]{2}\b|\b[\w.+-]+@[\w-]+\.[\w.]+\b"
+)
 FOLDERS = re.compile(r"(?<![\w.])~?(?:/[\w.+@-]+){1,}/?")
 SHORTEST_NAME = 3
 
@@ -49,7 +52,10 @@ def against(ratio: dict, least: float) -> str:
 
 
 def of_conformance(result: dict) -> list[str]:
-    return [f"{e['engine']} engine conforms, page-locked memory {'wanted' if e['page_locked'] else 'not wanted'}" for e in result["engines"]]
+    return [
+        f"{e['engine']} engine conforms, page-locked memory {'wanted' if e['page_locked'] else 'not wanted'}"
+        for e in result["engines"]
+    ]
 
 
 def of_rows(result: dict) -> list[str]:
@@ -57,17 +63,21 @@ def of_rows(result: dict) -> list[str]:
     lines = []
     if errors:
         worst = max(errors, key=errors.__getitem__)
-        lines.append(f"{len(errors)} of {len(result['types'])} types computed there; the largest error is {errors[worst]:.1e} ({worst}), at most {result['most_error']:.0e}")
-    skipped = [name for name, found in result["types"].items() if "skipped" in found]
-    if skipped:
-        lines.append(f"not checked: {', '.join(skipped)}: {result['types'][skipped[0]]['skipped']}")
+        computed = f"{len(errors)} of {len(result['types'])} types computed there"
+        lines.append(f"{computed}; the largest error is {errors[worst]:.1e} ({worst}), {result['most_error']:.0e} is allowed")
+    reasons: dict[str, list[str]] = {}
+    for name, found in result["types"].items():
+        if "skipped" in found:
+            reasons.setdefault(found["skipped"], []).append(name)
+    lines += [f"not checked: {', '.join(names)}: {reason}" for reason, names in reasons.items()]
     if result["failed_types"]:
         lines.append(f"FAILED: {', '.join(result['failed_types'])}")
     return lines
 
 
 def of_model(result: dict) -> list[str]:
-    return [f"{result['layers']} layers of {result['experts']} experts, {result['experts_mib']} MiB of experts, made in {result['seconds']:.0f} s"]
+    shape = f"{result['layers']} layers of {result['experts']} experts"
+    return [f"{shape}, {result['experts_mib']} MiB of experts, made in {result['seconds']:.0f} s"]
 
 
 def of_routing(result: dict) -> list[str]:
@@ -77,7 +87,9 @@ def of_routing(result: dict) -> list[str]:
         lru = " ".join(f"{hit:.2f}" for hit in found["hits"]["lru"].values())
         covered = " ".join(f"{share:.2f}" for share in found["coverage"].values())
         slots = ", ".join(found["coverage"])
-        lines.append(f"{name}: overlap {found['overlap']:.2f}; at {slots} of {found['experts']} experts: hits {hits}, LRU {lru}, covered {covered}")
+        lines.append(
+            f"{name}: overlap {found['overlap']:.2f}; at {slots} of {found['experts']} experts: hits {hits}, LRU {lru}, covered {covered}"
+        )
     return lines
 
 
@@ -97,7 +109,8 @@ def of_layers(result: dict) -> list[str]:
         if kinds:
             kind, most = max(kinds.items(), key=lambda item: item[1]["calls"])
             parts = ", ".join(f"{name.replace('_', ' ')} {us:.0f}" for name, us in most["us"].items())
-            lines.append(f"{share} resident: {parts} us a call ({kind}, {most['hits_per_call']:.1f} of {most['requests_per_call']:.1f} hit); {found['decode']:.1f} tokens/s")
+            hit = f"{most['hits_per_call']:.1f} of {most['requests_per_call']:.1f} hit"
+            lines.append(f"{share} resident: {parts} us a call ({kind}, {hit}); {found['decode']:.1f} tokens/s")
     return lines
 
 
@@ -111,8 +124,8 @@ def of_cache(result: dict) -> list[str]:
         hits = "no hits" if cache["hit_rate"] is None else f"{cache['hit_rate']:.1%} hits"
         hits += ": held back or OFF" if cache["is_off"] else ""
         said = f"; it says: {cache['says'][0]}" if cache["says"] else ""
-        lines.append(f"{share} of the experts, cache ({cache['mib']} MiB, {hits}) / --n-cpu-moe {found['n_cpu_moe']} ({found['mib']} MiB): {shown(found['to whole layers'])} tokens/s")
-        lines[-1] += said
+        ours, other = f"cache ({cache['mib']} MiB, {hits})", f"--n-cpu-moe {found['n_cpu_moe']} ({found['mib']} MiB)"
+        lines.append(f"{share} of the experts, {ours} / {other}: {shown(found['to whole layers'])} tokens/s{said}")
         if "to all on the CPU" in found:
             lines[-1] += against(found["to whole layers"], LEAST_DECODE)
             lines.append(f"{share} of the experts, cache / --cpu-moe: {shown(found['to all on the CPU'])} tokens/s")
@@ -120,20 +133,26 @@ def of_cache(result: dict) -> list[str]:
 
 
 def of_prompts(result: dict) -> list[str]:
-    return [f"prompt of {result['tokens']} tokens, filled cache ({result['cache']['mib']} MiB) / --cpu-moe: {shown(result['prompt'])} tokens/s{against(result['prompt'], LEAST_PROMPT)}"]
+    what = f"prompt of {result['tokens']} tokens, filled cache ({result['cache']['mib']} MiB) / --cpu-moe"
+    return [f"{what}: {shown(result['prompt'])} tokens/s{against(result['prompt'], LEAST_PROMPT)}"]
 
 
 def of_copies(result: dict) -> list[str]:
     alone, decode = result["alone_mb_per_s"], result["decode"]
+    beside, without = decode["beside copies"], decode["without copies"]
     return [
-        f"blocks of {result['block_bytes']} bytes: page-locked {alone['page-locked']:.0f} MB/s, pageable {alone['pageable']:.0f}; beside the CPU {result['beside_the_cpu_mb_per_s']:.0f}",
-        f"decode on the CPU beside them: {decode['beside copies']:.1f} tokens/s, {decode['without copies']:.1f} without ({result['decode_kept']:.2f})",
+        f"blocks of {result['block_bytes']} bytes: page-locked {alone['page-locked']:.0f} MB/s, pageable "
+        f"{alone['pageable']:.0f}; page-locked beside the CPU {result['beside_the_cpu_mb_per_s']:.0f}",
+        f"decode on the CPU beside them: {beside:.1f} tokens/s, {without:.1f} without ({result['decode_kept']:.2f})",
     ]
 
 
 def of_compare(result: dict) -> list[str]:
     """What it found is in results.json."""
-    return [f"{share} of the experts, {found['vram_mib']} MiB: {found.get('skipped', 'done, see results.json')}" for share, found in result.items()]
+    return [
+        f"{share} of the experts, {found['vram_mib']} MiB: {found.get('skipped', 'done, see results.json')}"
+        for share, found in result.items()
+    ]
 
 
 WORDS = {
@@ -154,12 +173,12 @@ WORDS = {
 def names_of_owner() -> list[str]:
     """The machine's names and the user's. Short ones are left: they would be found within words."""
     names = {socket.gethostname(), socket.gethostname().split(".")[0], socket.getfqdn()}
-    try:
+    with contextlib.suppress(KeyError, OSError):
         names.add(getpass.getuser())
-    except (KeyError, OSError):
-        pass
     names.add(Path.home().name)
-    return sorted((name for name in names if len(name) >= SHORTEST_NAME and name not in ("root", "localhost")), key=len, reverse=True)
+    return sorted(
+        (name for name in names if len(name) >= SHORTEST_NAME and name not in ("root", "localhost")), key=len, reverse=True
+    )
 
 
 def without_personal_data(value):

@@ -69,7 +69,15 @@ def statistics(programs: Programs, trace: Path) -> dict:
     layers = {number: layer for number, layer in read_trace(trace).items() if len(layer.tokens) > 1}
     first = next(iter(layers.values()))
     slots = {share: max(1, round(share * first.n_expert)) for share in SHARES}
-    command = [BIN / "moe-hot", "replay", trace, "--slots", ",".join(map(str, slots.values())), "--policy", ",".join(POLICIES)]
+    command = [
+        BIN / "moe-hot",
+        "replay",
+        trace,
+        "--slots",
+        ",".join(map(str, slots.values())),
+        "--policy",
+        ",".join(POLICIES),
+    ]
     rows = json.loads(programs.run([*command, "--json", "-"])[0])
     hits = {(row["policy"], row["slots"]): row["hit"] for row in rows}
     return {

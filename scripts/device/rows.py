@@ -4,13 +4,13 @@ with the same input, so that only the kernels differ."""
 import array
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 from device.budget import Skipped
 from device.folder import BIN, PLUGIN, Failed, Programs
 from device.models import ONE_LAYER, write_model
 from device.tensors import TYPES
-from dataclasses import replace
 
 # Of the normalised mean square error: the bound of llama.cpp's own test of operations.
 MOST_ERROR = 5e-4
@@ -19,12 +19,15 @@ N_TOKENS = 24
 N_BEFORE_FILL = 4
 TENSOR = "ffn_moe_down"
 # Those that models are mostly made of come first, in case time is short.
-ORDER = sorted(TYPES, key=lambda name: ("Q4_K", "Q6_K", "Q8_0", "MXFP4", "IQ4_XS", "Q5_K", "Q4_0", "F16", "Q3_K", *TYPES).index(name))
-NO_KERNEL = "cannot be computed on"
+ORDER = sorted(
+    TYPES, key=lambda name: ("Q4_K", "Q6_K", "Q8_0", "MXFP4", "IQ4_XS", "Q5_K", "Q4_0", "F16", "Q3_K", *TYPES).index(name)
+)
 
 
 def scenario(model: Path, **options) -> dict:
-    steps = [{"op": "decode", "sequences": [{"id": 0, "tokens": [(7 * n + 5) % 256]}], "outputs": "all"} for n in range(N_TOKENS)]
+    steps = [
+        {"op": "decode", "sequences": [{"id": 0, "tokens": [(7 * n + 5) % 256]}], "outputs": "all"} for n in range(N_TOKENS)
+    ]
     return {"model": str(model), "steps": steps, "rows_of": TENSOR, "n_threads": 2, "n_ctx": 256, **options}
 
 
@@ -69,7 +72,11 @@ def of_type(programs: Programs, name: str, device: str, options: dict) -> dict:
     lines = [line.split("moe-hot: ", 1)[1] for line in said.splitlines() if "moe-hot: " in line]
     hits = next((int(line.split(" hits")[0].split()[-1]) for line in lines if " hits, " in line), 0)
     if not hits:
-        return {"skipped": next((line for line in lines if "layer" in line or "computes on the CPU" in line), "nothing was computed there")[:200]}
+        return {
+            "skipped": next(
+                (line for line in lines if "layer" in line or "computes on the CPU" in line), "nothing was computed there"
+            )[:200]
+        }
     per_token = len(expected) // N_TOKENS
     of_device = error(expected[N_BEFORE_FILL * per_token :], found[N_BEFORE_FILL * per_token :])
     return {"error": of_device, "hits": hits, "passed": of_device <= MOST_ERROR}

@@ -118,7 +118,13 @@ def ratio(runs: dict[str, list[dict]], over: str, under: str, what: str) -> dict
     """One over the other, round by round."""
     ratios = [a[what] / b[what] for a, b in zip(runs[over], runs[under], strict=True)]
     medians = {name: statistics.median(run[what] for run in runs[name]) for name in (over, under)}
-    return {"median": statistics.median(ratios), "least": min(ratios), "most": max(ratios), "rounds": len(ratios), "speeds": medians}
+    return {
+        "median": statistics.median(ratios),
+        "least": min(ratios),
+        "most": max(ratios),
+        "rounds": len(ratios),
+        "speeds": medians,
+    }
 
 
 def tune(bench: Bench) -> dict:
@@ -154,7 +160,12 @@ def layers(bench: Bench, profile: Path) -> dict:
     for share in (0.0, *SHARES):
         slots = round(share * bench.sizes.n_expert)
         times.unlink(missing_ok=True)
-        tests = {"MOE_HOT_TEST_SLOTS": slots, "MOE_HOT_TEST_TIMINGS": times, "MOE_HOT_TEST_NO_GUARD": 1, "MOE_HOT_TEST_WAIT": 1}
+        tests = {
+            "MOE_HOT_TEST_SLOTS": slots,
+            "MOE_HOT_TEST_TIMINGS": times,
+            "MOE_HOT_TEST_NO_GUARD": 1,
+            "MOE_HOT_TEST_WAIT": 1,
+        }
         found = bench.cached(profile, -1, "-p", 0, "-n", N_DECODE, "-r", 1, LLAMA_ARG_MOE_HOT_CACHE_UPDATE_RATE=0, **tests)
         kinds = {kind: of_calls(summed) for kind, summed in json.loads(times.read_text()).items() if summed["calls"]}
         measured[f"{share:.0%}"] = {"slots": slots, "decode": found["decode"], "calls": kinds}
@@ -226,4 +237,8 @@ def prompts(bench: Bench, profile: Path) -> dict:
     }
     taken = in_turns(bench.budget, runs)
     last = taken["cache"][-1]
-    return {"prompt": ratio(taken, "cache", "stock", "prompt"), "tokens": N_PROMPT, "cache": {"mib": last["mib"], "says": last["says"]}}
+    return {
+        "prompt": ratio(taken, "cache", "stock", "prompt"),
+        "tokens": N_PROMPT,
+        "cache": {"mib": last["mib"], "says": last["says"]},
+    }

@@ -16,7 +16,11 @@ PACK = Path(__file__).resolve().with_name("pack.tar.xz")
 def unpacked(into: Path) -> Path:
     """Once for each pack: the folder is named after what the pack holds."""
     with PACK.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else hashlib.sha256(file.read()).hexdigest()
+        digest = (
+            hashlib.file_digest(file, "sha256").hexdigest()
+            if hasattr(hashlib, "file_digest")
+            else hashlib.sha256(file.read()).hexdigest()
+        )
     folder = into / f"unpacked-{digest[:12]}"
     if not folder.exists():
         partial = into / f"{folder.name}-partial"

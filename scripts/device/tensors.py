@@ -109,8 +109,12 @@ def as_floats(name: str, data: bytearray, size: float) -> bytes:
     # s eeeeeee | e fffffff, in the last two bytes
     stride = TYPES[name].bytes
     exponents = 127 + power
-    data[stride - 1 :: stride] = data[stride - 1 :: stride].translate(bytes(byte & 0x80 | exponents >> 1 for byte in range(256)))
-    data[stride - 2 :: stride] = data[stride - 2 :: stride].translate(bytes(byte & 0x7F | (exponents & 1) << 7 for byte in range(256)))
+    data[stride - 1 :: stride] = data[stride - 1 :: stride].translate(
+        bytes(byte & 0x80 | exponents >> 1 for byte in range(256))
+    )
+    data[stride - 2 :: stride] = data[stride - 2 :: stride].translate(
+        bytes(byte & 0x7F | (exponents & 1) << 7 for byte in range(256))
+    )
     return bytes(data)
 
 

@@ -45,7 +45,19 @@ def check(pack, *arguments) -> subprocess.CompletedProcess:
 @pytest.fixture(scope="module")
 def checked(pack):
     """What one whole run leaves: results, report, and what it prints."""
-    arguments = ["--device", "RPC0", "--no-guard", "--size", "small", "--minutes", MINUTES, "--report", pack / "report.json", "-o", pack / "out"]
+    arguments = [
+        "--device",
+        "RPC0",
+        "--no-guard",
+        "--size",
+        "small",
+        "--minutes",
+        MINUTES,
+        "--report",
+        pack / "report.json",
+        "-o",
+        pack / "out",
+    ]
     done = check(pack, *arguments)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     return json.loads((pack / "out/results.json").read_text()), (pack / "report.json").read_text(), done.stdout
