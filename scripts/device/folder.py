@@ -30,6 +30,13 @@ NOT_INHERITED = ("GGML_", "LLAMA_", "MOE_HOT_", "MOE_PROBE_", "FAKE_")
 # Which Vulkan device is used is the machine's business.
 INHERITED = ("GGML_VK_VISIBLE_DEVICES",)
 SERVER_START_S = 20
+PR_SET_PDEATHSIG = 1
+LIBC = ctypes.CDLL(None)
+
+
+def end_with_parent() -> None:
+    """What is run here ends with this script, however that ends."""
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class Failed(Exception):
@@ -115,6 +122,7 @@ class Programs:
                 env=environment or self.base,
                 cwd=self.work,
                 start_new_session=True,
+                preexec_fn=end_with_parent,
             )
             memory = self._wait(child, words)
             for file in (output, errors):
@@ -172,6 +180,7 @@ class RpcServer:
                 env=self.environment,
                 cwd=self.log.parent,
                 start_new_session=True,
+                preexec_fn=end_with_parent,
             )
         deadline = time.monotonic() + SERVER_START_S
         while not listens(self.port):
