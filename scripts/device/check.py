@@ -173,7 +173,10 @@ def of_model(check: Check, bench: speeds.Bench, sizes: models.Sizes) -> None:
     else:
         check.skip(("cache", "prompts", "layers"), "there is no profile: routing was not recorded")
     check.part("overhead", 0.4, lambda: speeds.overhead(bench))
-    check.part("copies", 0.7, lambda: copies.measure(bench))
+    if copies.can_be_measured(bench.device):
+        check.part("copies", 0.7, lambda: copies.measure(bench))
+    else:
+        check.skip(("copies",), f"only through the CUDA driver; the device is {bench.device}")
     check.part("compare", 1.0, lambda: compare(bench))
 
 

@@ -70,9 +70,11 @@ class Copies:
         return n * self.block_bytes / (time.monotonic() - begin)
 
 
+def can_be_measured(device: str) -> bool:
+    return device.startswith("CUDA")
+
+
 def measure(bench: Bench) -> dict:
-    if not bench.device.startswith("CUDA"):
-        raise Skipped(f"only through the CUDA driver; the device is {bench.device}")
     driver = Driver()
     block_bytes = bench.sizes.expert_bytes
     pinned, pageable = (Copies(driver, block_bytes, page_locked) for page_locked in (True, False))

@@ -63,6 +63,14 @@ def checked(pack):
     return json.loads((pack / "out/results.json").read_text()), (pack / "report.json").read_text(), done.stdout
 
 
+def result(checked, name: str) -> dict:
+    """Of a part; a machine with other work may have no time for it, and that is said as it should be."""
+    part = checked[0]["parts"][name]
+    if part["status"] == "skipped" and ("time" in part["reason"] or "were left" in part["reason"]):
+        pytest.skip(part["reason"])
+    return part["result"]
+
+
 def test_every_part_has_a_result_or_a_reason(checked):
     results, _, table = checked
     assert sorted(results["parts"]) == sorted(PARTS)
@@ -74,21 +82,21 @@ def test_every_part_has_a_result_or_a_reason(checked):
 
 
 def test_copy_engines_conform_there(checked):
-    assert checked[0]["parts"]["conformance"]["result"]["engines"] == [
+    assert result(checked, "conformance")["engines"] == [
         {"engine": "portable", "page_locked": True},
         {"engine": "portable", "page_locked": False},
     ]
 
 
 def test_rows_come_from_the_device_and_are_the_cpus(checked):
-    found = checked[0]["parts"]["rows"]["result"]
+    found = result(checked, "rows")
     of_types = [of_type for of_type in found["types"].values() if "error" in of_type]
     assert found["types"].keys() == tensors.TYPES.keys() and len(of_types) == found["checked"] > 0
     assert all(of_type["error"] == SAME and of_type["hits"] > 0 for of_type in of_types)
 
 
 def test_the_generated_model_routes_with_habits(checked):
-    results = checked[0]["parts"]["routing"]["result"]
+    results = result(checked, "routing")
     assert results.keys() == {"generated", *routing.REAL}
     for found in results.values():
         assert found["overlap"] > found["experts_per_token"] / found["experts"], "as dice"
