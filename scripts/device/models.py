@@ -70,7 +70,7 @@ MIX = Mix(common=0.45, attention=2.0, experts=0.15, nearness=0.95)
 # Those of Qwen3-30B-A3B, which has 48 layers of it.
 LARGE = Sizes(n_layer=12, n_embd=2048, n_head=32, n_head_kv=4, head_dim=128, n_ff=768, n_expert=128, n_expert_used=8)
 # For trying this script without a GPU.
-SMALL = Sizes(n_layer=3, n_embd=256, n_head=4, n_head_kv=2, head_dim=64, n_ff=256, n_expert=32, n_expert_used=4)
+SMALL = Sizes(n_layer=4, n_embd=256, n_head=4, n_head_kv=2, head_dim=64, n_ff=256, n_expert=32, n_expert_used=4)
 ONE_LAYER = Sizes(n_layer=1, n_embd=256, n_head=4, n_head_kv=2, head_dim=64, n_ff=256, n_expert=16, n_expert_used=4)
 ROUTER_GAIN = 2.0
 EXPERT_GAIN = 2.0
