@@ -4,6 +4,8 @@
 
 pub mod copy;
 pub mod cuda;
+#[cfg(test)]
+mod machine_tests;
 mod memory;
 mod pool;
 

@@ -13,6 +13,29 @@ pub(crate) fn load(library: &Path) {
     assert!(!unsafe { sys::ggml_backend_load(path.as_ptr()) }.is_null(), "{} was not loaded", library.display());
 }
 
+/// Loads all backends in a folder, and the devices of an RPC server if one is given, for good.
+pub(crate) fn load_all(folder: &Path, rpc_server: Option<&str>) {
+    let folder = CString::new(folder.to_str().unwrap()).unwrap();
+    // SAFETY: a NUL-terminated path.
+    unsafe { sys::ggml_backend_load_all_from_path(folder.as_ptr()) };
+    let Some(server) = rpc_server else { return };
+    let server = CString::new(server).unwrap();
+    // SAFETY: NUL-terminated names; the RPC backend documents this function with exactly this signature.
+    unsafe {
+        let rpc = sys::ggml_backend_reg_by_name(c"RPC".as_ptr());
+        assert!(!rpc.is_null(), "there is no RPC backend");
+        let add_server = sys::ggml_backend_reg_get_proc_address(rpc, c"ggml_backend_rpc_add_server".as_ptr());
+        assert!(!add_server.is_null(), "the RPC backend takes no servers");
+        let add_server = std::mem::transmute::<
+            *mut c_void,
+            unsafe extern "C" fn(*const c_char) -> sys::ggml_backend_reg_t,
+        >(add_server);
+        let devices = add_server(server.as_ptr());
+        assert!(!devices.is_null(), "no device there");
+        sys::ggml_backend_register(devices);
+    }
+}
+
 /// A GPU that is not there (`tests/fake-device`), loaded into this process, which should be one of the test's own.
 pub(crate) struct FakeDevice {
     pub(crate) device: Device,

@@ -1,0 +1,200 @@
+"""The table, and the file that a user may send: nothing in it tells whose machine it is."""
+
+import contextlib
+import getpass
+import json
+import re
+import socket
+from pathlib import Path
+
+from device.speeds import LEAST_DECODE, LEAST_PROMPT
+
+ADDRESS = re.compile(
+    r"\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b|\b(?:[0-9a-fA-F]{2}:){5}[0-9a-fA-F]{2}\b|\b[\w.+-]+@[\w-]+\.[\w.]+\b"
+)
+FOLDERS = re.compile(r"(?<![\w.])~?(?:/[\w.+@-]+){1,}/?")
+SHORTEST_NAME = 3
+
+
+def rows(results: dict) -> list[tuple[str, str]]:
+    """What was found, in words: one line or more for each part."""
+    lines = []
+    for name, part in results["parts"].items():
+        if part["status"] != "done":
+            lines.append((name, f"{part['status']}: {part['reason']}"))
+        else:
+            lines += [(name, words) for words in WORDS[name](part["result"])]
+    return lines
+
+
+def table(results: dict) -> str:
+    about = results["machine"]
+    device = about["device"]
+    lines = [
+        ("processor", f"{about['processor']}, {about['processors']} processors, {about['memory_mib'] // 1024} GiB"),
+        ("device", f"{device['name']}: {device['description']}, {device['mib']} MiB"),
+        *rows(results),
+    ]
+    width = max(len(name) for name, _ in lines)
+    return "\n".join(f"{name:{width}}  {words}" for name, words in lines)
+
+
+def shown(ratio: dict) -> str:
+    (over, above), (under, below) = ratio["speeds"].items()
+    return (
+        f"{ratio['median']:.3f} ({ratio['least']:.3f} to {ratio['most']:.3f}, {ratio['rounds']} rounds); "
+        f"{over} {above:.1f}, {under} {below:.1f}"
+    )
+
+
+def against(ratio: dict, least: float) -> str:
+    return f"; {'met' if ratio['median'] >= least else 'MISSED'}: {least} is hoped for"
+
+
+def of_conformance(result: dict) -> list[str]:
+    return [
+        f"{e['engine']} engine conforms, page-locked memory {'wanted' if e['page_locked'] else 'not wanted'}"
+        for e in result["engines"]
+    ]
+
+
+def of_rows(result: dict) -> list[str]:
+    errors = {name: found["error"] for name, found in result["types"].items() if "error" in found}
+    lines = []
+    if errors:
+        worst = max(errors, key=errors.__getitem__)
+        computed = f"{len(errors)} of {len(result['types'])} types computed there"
+        lines.append(f"{computed}; the largest error is {errors[worst]:.1e} ({worst}), {result['most_error']:.0e} is allowed")
+    reasons: dict[str, list[str]] = {}
+    for name, found in result["types"].items():
+        if "skipped" in found:
+            reasons.setdefault(found["skipped"], []).append(name)
+    lines += [f"not checked: {', '.join(names)}: {reason}" for reason, names in reasons.items()]
+    if result["failed_types"]:
+        lines.append(f"FAILED: {', '.join(result['failed_types'])}")
+    return lines
+
+
+def of_model(result: dict) -> list[str]:
+    shape = f"{result['layers']} layers of {result['experts']} experts"
+    return [f"{shape}, {result['experts_mib']} MiB of experts, made in {result['seconds']:.0f} s"]
+
+
+def of_routing(result: dict) -> list[str]:
+    lines = []
+    for name, found in result.items():
+        hits = " ".join(f"{hit:.2f}" for hit in found["hits"]["default"].values())
+        lru = " ".join(f"{hit:.2f}" for hit in found["hits"]["lru"].values())
+        covered = " ".join(f"{share:.2f}" for share in found["coverage"].values())
+        slots = ", ".join(found["coverage"])
+        lines.append(
+            f"{name}: overlap {found['overlap']:.2f}; at {slots} of {found['experts']} experts: hits {hits}, LRU {lru}, covered {covered}"
+        )
+    return lines
+
+
+def of_threads(result: dict) -> list[str]:
+    tried = ", ".join(f"{threads}: {speed:.1f}" for threads, speed in result["decode_by_threads"].items())
+    return [f"{result['threads']} are fastest for stock (tokens/s by threads: {tried})"]
+
+
+def of_overhead(result: dict) -> list[str]:
+    return [f"{what}, recording / stock: {shown(result[what])} tokens/s" for what in ("decode", "prompt")]
+
+
+def of_layers(result: dict) -> list[str]:
+    lines = []
+    for share, found in result.items():
+        kinds = {kind: calls for kind, calls in found["calls"].items() if kind != "first"}
+        if kinds:
+            kind, most = max(kinds.items(), key=lambda item: item[1]["calls"])
+            parts = ", ".join(f"{name.replace('_', ' ')} {us:.0f}" for name, us in most["us"].items())
+            hit = f"{most['hits_per_call']:.1f} of {most['requests_per_call']:.1f} hit"
+            lines.append(f"{share} resident: {parts} us a call ({kind}, {hit}); {found['decode']:.1f} tokens/s")
+    return lines
+
+
+def of_cache(result: dict) -> list[str]:
+    lines = []
+    for share, found in result.items():
+        if "skipped" in found:
+            lines.append(f"{share} of the experts: skipped: {found['skipped']}")
+            continue
+        cache = found["cache"]
+        hits = "no hits" if cache["hit_rate"] is None else f"{cache['hit_rate']:.1%} hits"
+        hits += ": held back or OFF" if cache["is_off"] else ""
+        said = f"; it says: {cache['says'][0]}" if cache["says"] else ""
+        ours, other = f"cache ({cache['mib']} MiB, {hits})", f"--n-cpu-moe {found['n_cpu_moe']} ({found['mib']} MiB)"
+        lines.append(f"{share} of the experts, {ours} / {other}: {shown(found['to whole layers'])} tokens/s{said}")
+        if "to all on the CPU" in found:
+            lines[-1] += against(found["to whole layers"], LEAST_DECODE)
+            lines.append(f"{share} of the experts, cache / --cpu-moe: {shown(found['to all on the CPU'])} tokens/s")
+    return lines
+
+
+def of_prompts(result: dict) -> list[str]:
+    what = f"prompt of {result['tokens']} tokens, filled cache ({result['cache']['mib']} MiB) / --cpu-moe"
+    return [f"{what}: {shown(result['prompt'])} tokens/s{against(result['prompt'], LEAST_PROMPT)}"]
+
+
+def of_copies(result: dict) -> list[str]:
+    alone, decode = result["alone_mb_per_s"], result["decode"]
+    beside, without = decode["beside copies"], decode["without copies"]
+    return [
+        f"blocks of {result['block_bytes']} bytes: page-locked {alone['page-locked']:.0f} MB/s, pageable "
+        f"{alone['pageable']:.0f}; page-locked beside the CPU {result['beside_the_cpu_mb_per_s']:.0f}",
+        f"decode on the CPU beside them: {beside:.1f} tokens/s, {without:.1f} without ({result['decode_kept']:.2f})",
+    ]
+
+
+def of_compare(result: dict) -> list[str]:
+    """What it found is in results.json."""
+    return [
+        f"{share} of the experts, {found['vram_mib']} MiB: {found.get('skipped', 'done, see results.json')}"
+        for share, found in result.items()
+    ]
+
+
+WORDS = {
+    "conformance": of_conformance,
+    "rows": of_rows,
+    "model": of_model,
+    "routing": of_routing,
+    "threads": of_threads,
+    "overhead": of_overhead,
+    "layers": of_layers,
+    "cache": of_cache,
+    "prompts": of_prompts,
+    "copies": of_copies,
+    "compare": of_compare,
+}
+
+
+def names_of_owner() -> list[str]:
+    """The machine's names and the user's. Short ones are left: they would be found within words."""
+    names = {socket.gethostname(), socket.gethostname().split(".")[0], socket.getfqdn()}
+    with contextlib.suppress(KeyError, OSError):
+        names.add(getpass.getuser())
+    names.add(Path.home().name)
+    return sorted(
+        (name for name in names if len(name) >= SHORTEST_NAME and name not in ("root", "localhost")), key=len, reverse=True
+    )
+
+
+def without_personal_data(value):
+    """The same without folders, addresses, and names of machine and user."""
+    if isinstance(value, dict):
+        return {without_personal_data(key): without_personal_data(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [without_personal_data(inner) for inner in value]
+    if not isinstance(value, str):
+        return value
+    text = ADDRESS.sub("(address)", FOLDERS.sub("(path)", value))
+    for name in names_of_owner():
+        text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", "(name)", text, flags=re.IGNORECASE)
+    return text
+
+
+def write_report(path: Path, results: dict) -> None:
+    clean = without_personal_data(results)
+    path.write_text(json.dumps({"table": table(clean).splitlines(), **clean}, indent=1) + "\n")

@@ -1,0 +1,233 @@
+"""scripts/device-check, the whole of it, on a device behind an RPC server; and what it is made of. Figures mean nothing here."""
+
+import json
+import os
+import subprocess
+import sys
+
+import gguf
+import numpy as np
+import pytest
+
+import paths
+from processes import HANG_S
+
+sys.path.insert(0, str(paths.REPOSITORY / "scripts"))
+from device import budget, report, routing, tensors
+
+PARTS = ("conformance", "rows", "model", "routing", "threads", "overhead", "cache", "layers", "prompts", "copies", "compare")
+MINUTES = 1.0
+# On the CPU behind the server: its answers are the CPU's, bit for bit.
+SAME = 0
+HITS_BY_CHANCE = 0.125
+
+
+def run(command: list, **options) -> subprocess.CompletedProcess:
+    words = [str(word) for word in command]
+    return subprocess.run(words, timeout=HANG_S, capture_output=True, text=True, **options)
+
+
+@pytest.fixture(scope="module")
+def pack(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("device")
+    made = run([paths.REPOSITORY / "scripts/device-pack", "--without-cuda", folder])
+    assert made.returncode == 0, made.stderr[-2000:]
+    assert sorted(path.name for path in folder.iterdir()) == ["device-check", "pack.tar.xz"]
+    return folder
+
+
+def check(pack, *arguments) -> subprocess.CompletedProcess:
+    """As on a bare machine: no packages of Python's, nothing in the environment."""
+    bare = {"PATH": os.environ["PATH"], "HOME": str(pack)}
+    return run([sys.executable, "-S", "-E", pack / "device-check", *arguments], env=bare, cwd=pack)
+
+
+@pytest.fixture(scope="module")
+def checked(pack):
+    """What one whole run leaves: results, report, and what it prints."""
+    arguments = [
+        "--device",
+        "RPC0",
+        "--no-guard",
+        "--size",
+        "small",
+        "--minutes",
+        MINUTES,
+        "--report",
+        pack / "report.json",
+        "-o",
+        pack / "out",
+    ]
+    done = check(pack, *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    return json.loads((pack / "out/results.json").read_text()), (pack / "report.json").read_text(), done.stdout
+
+
+def result(checked, name: str) -> dict:
+    """Of a part; a machine with other work may have no time for it, and that is said as it should be."""
+    part = checked[0]["parts"][name]
+    if part["status"] == "skipped" and ("time" in part["reason"] or "were left" in part["reason"]):
+        pytest.skip(part["reason"])
+    return part["result"]
+
+
+def test_every_part_has_a_result_or_a_reason(checked):
+    results, _, table = checked
+    assert sorted(results["parts"]) == sorted(PARTS)
+    for name, part in results["parts"].items():
+        assert part["status"] in ("done", "skipped")
+        assert part["result"] if part["status"] == "done" else part["reason"]
+        assert any(line.split()[0] == name for line in table.splitlines())
+    assert not results["has_failed"] and results["machine"]["device"]["name"] == "RPC0"
+
+
+def test_copy_engines_conform_there(checked):
+    assert result(checked, "conformance")["engines"] == [
+        {"engine": "portable", "page_locked": True},
+        {"engine": "portable", "page_locked": False},
+    ]
+
+
+def test_rows_come_from_the_device_and_are_the_cpus(checked):
+    found = result(checked, "rows")
+    of_types = [of_type for of_type in found["types"].values() if "error" in of_type]
+    assert found["types"].keys() == tensors.TYPES.keys() and len(of_types) == found["checked"] > 0
+    assert all(of_type["error"] == SAME and of_type["hits"] > 0 for of_type in of_types)
+
+
+def test_the_generated_model_routes_with_habits(checked):
+    results = result(checked, "routing")
+    assert results.keys() == {"generated", *routing.REAL}
+    for found in results.values():
+        assert found["overlap"] > found["experts_per_token"] / found["experts"], "as dice"
+        assert HITS_BY_CHANCE < found["coverage"]["12.5%"] < found["coverage"]["50.0%"] <= 1
+        assert found["hits"]["lru"]["25.0%"] <= found["hits"]["belady"]["25.0%"]
+
+
+def test_what_cannot_be_measured_here_says_why(checked):
+    parts = checked[0]["parts"]
+    assert parts["copies"]["status"] == "skipped" and "CUDA" in parts["copies"]["reason"]
+
+
+def test_the_report_does_not_tell_whose_machine_it_is(checked):
+    _, text, _ = checked
+    own = [str(paths.REPOSITORY), os.environ["HOME"], os.uname().nodename, "/tmp", "127.0.0.1"]
+    assert [word for word in own if len(word) > 1 and word in text] == []
+    assert json.loads(text)["table"]
+
+
+def test_names_folders_and_addresses_are_taken_out(monkeypatch):
+    monkeypatch.setattr(report.socket, "gethostname", lambda: "zephyr.example")
+    monkeypatch.setattr(report.getpass, "getuser", lambda: "mallory")
+    said = {"by Mallory": ["at /home/mallory/x y on zephyr", "10.1.2.3:50052", "a0:b1:c2:d3:e4:f5", "m@zephyr.example", 3]}
+    clean = json.dumps(report.without_personal_data(said))
+    for word in ("mallory", "zephyr", "home", "10.1.2", "b1:c2", "example"):
+        assert word not in clean.lower()
+    assert report.without_personal_data("12.0 tokens/s, Q4_K, CUDA 13.0") == "12.0 tokens/s, Q4_K, CUDA 13.0"
+
+
+def test_an_unknown_device_is_refused(pack):
+    done = check(pack, "--device", "CUDA7", "--size", "small")
+    assert done.returncode == 2
+    assert "CUDA7" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_without_time_nothing_counts_as_passed(pack):
+    done = check(pack, "--device", "RPC0", "--size", "small", "--minutes", 0.15, "-o", pack / "short")
+    results = json.loads((pack / "short/results.json").read_text())
+    skipped = [part for part in results["parts"].values() if part["status"] == "skipped"]
+    assert done.returncode == 0 and len(skipped) > len(PARTS) / 2
+    assert all(part["reason"] for part in skipped)
+
+
+# A CUDA driver of which copies can be asked: memory is the host's, and a stream or context that it has not made is refused.
+DRIVER = """
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+static uint64_t begin, end;
+static int locked;
+int cuInit(unsigned flags) { return flags; }
+int cuDeviceGet(int *device, int n) { *device = n; return n; }
+int cuDevicePrimaryCtxRetain(void **context, int device) { *context = &begin; return device; }
+int cuCtxSetCurrent(void *context) { return context != &begin; }
+int cuStreamCreate(void **stream, unsigned flags) { *stream = &end; return flags != 1; }
+int cuStreamSynchronize(void *stream) { return stream != &end; }
+int cuMemAlloc_v2(uint64_t *at, size_t size) { *at = begin = (uint64_t) malloc(size); end = begin + size; return 0; }
+int cuMemHostAlloc(void **at, size_t size, unsigned flags) { *at = malloc(size); locked++; return flags; }
+int cuMemcpyHtoDAsync_v2(uint64_t to, const void *from, size_t size, void *stream) {
+    (void) to;
+    if (!locked || stream != &end) return 700;
+    static char sink[1 << 20];
+    memcpy(sink, from, size < sizeof sink ? size : sizeof sink);
+    return 0;
+}
+"""
+COPIES = """
+import json, sys, time
+sys.path.insert(0, sys.argv[1])
+from device import budget, copies, models, speeds
+copies.ALONE_S = 0.05
+class Programs:
+    budget = budget.Budget(60, time.monotonic())
+    def run(self, command):
+        time.sleep(0.05)
+        return json.dumps([{"n_prompt": 0, "samples_ts": [10.0]}]), "", 0
+print(json.dumps(copies.measure(speeds.Bench(Programs(), None, models.SMALL, "CUDA0", [], 99, 1))))
+"""
+
+
+def test_copies_go_through_the_driver(tmp_path):
+    (tmp_path / "driver.c").write_text(DRIVER)
+    built = run(["cc", "-shared", "-fPIC", "-o", tmp_path / "libcuda.so.1", tmp_path / "driver.c"])
+    assert built.returncode == 0, built.stderr
+    environment = {"PATH": os.environ["PATH"], "LD_LIBRARY_PATH": str(tmp_path)}
+    done = run([sys.executable, "-c", COPIES, paths.REPOSITORY / "scripts"], env=environment, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert min(found["alone_mb_per_s"].values()) > 0 and found["beside_the_cpu_mb_per_s"] > 0
+    assert found["decode_kept"] == 1 and found["block_bytes"] == 3 * 256 * 144
+    assert all(report.of_copies(found))
+
+
+class Clock:
+    def __init__(self, monkeypatch):
+        self.now = 0.0
+        monkeypatch.setattr(budget.time, "monotonic", lambda: self.now)
+
+    def takes(self, seconds: float):
+        def round_() -> None:
+            self.now += seconds
+
+        return round_
+
+
+@pytest.mark.parametrize(("takes_s", "rounds"), [(10, 4), (4, 10), (1, 10)])
+def test_rounds_end_in_time(monkeypatch, takes_s, rounds):
+    clock = Clock(monkeypatch)
+    of_all = budget.Budget(100 + budget.RESERVE_S, 0)
+    with of_all.part(0.4):
+        assert of_all.repeat(clock.takes(takes_s), 2, 10) == rounds
+    assert clock.now <= 40 and of_all.left_s == 100 - clock.now
+
+
+def test_too_few_rounds_are_none(monkeypatch):
+    clock = Clock(monkeypatch)
+    of_all = budget.Budget(100 + budget.RESERVE_S, 0)
+    with pytest.raises(budget.Skipped, match="30 s"), of_all.part(0.5):
+        of_all.repeat(clock.takes(30), 2, 10)
+
+
+@pytest.mark.parametrize("name", tensors.TYPES)
+def test_weights_of_every_type_have_the_size_that_is_asked_for(name):
+    size, n = 0.05, 256 * 64
+    data = np.frombuffer(tensors.random_bytes(name, n, size, seed=3), np.uint8)
+    kind = tensors.TYPES[name]
+    assert len(data) == n // kind.weights * kind.bytes
+    try:
+        values = gguf.quants.dequantize(data.reshape(64, -1), gguf.GGMLQuantizationType(kind.number))
+    except (NotImplementedError, ValueError) as error:
+        pytest.skip(f"gguf cannot read {name}: {error}")
+    assert values.shape == (64, 256) and np.isfinite(values).all()
+    assert size / 2 < values.std() < 2 * size
+    assert abs(values.mean()) < size / 2  # two bits are -1 to 2
