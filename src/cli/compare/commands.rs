@@ -71,8 +71,7 @@ impl Commands<'_> {
 
     /// llama-bench without experts on the device, only to see what the longest context takes.
     pub fn bench_memory(&self, tuned: &Tuned) -> Result<Command> {
-        let prompt = self.settings.pp.iter().copied().max().unwrap_or(1).min(self.settings.longest_context());
-        let depth = self.settings.longest_context() - prompt;
+        let (prompt, depth) = self.settings.longest_test();
         let tests = Tests {
             pp: vec![prompt],
             tg: 0,

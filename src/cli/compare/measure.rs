@@ -16,6 +16,7 @@ use super::store::Machine;
 use super::summary::mark;
 use super::tune::{
     TRIED_TOKENS, physical_cores, threads_to_try, tuned, ubatches_to_try, vram_mib, whole_layers_to_try,
+    without_experts,
 };
 use crate::cli::failure::{Failure, OrFail};
 use crate::cli::model::Model;
@@ -133,7 +134,7 @@ impl Measuring<'_> {
 
     /// Several N that fit, each in a run of its own.
     fn whole_layers(&self, tuned: &Tuned) -> Result<Outcome, Failure> {
-        let stock = self.done.get(&Step::Memory.key()).and_then(|outcome| outcome.memory.clone()).unwrap_or_default();
+        let stock = without_experts(self.done).unwrap_or_default();
         let vram = vram_mib(self.settings, self.machine);
         let tried = whole_layers_to_try(&self.model.layers, stock.said_mib(), vram).or_input()?;
         let mut all = Outcome::default();
@@ -240,6 +241,10 @@ impl Measuring<'_> {
     }
 
     fn logits(&self, step: Step, arm: Arm, tuned: &Tuned, compares: bool) -> Result<Outcome> {
+        let without = self.done.get(&Step::LogitsBase.key()).and_then(|base| base.not_measured.clone());
+        if let (true, Some(why)) = (compares, without) {
+            return Ok(Outcome { not_measured: Some(why), ..Outcome::default() });
+        }
         let work = &self.commands.work;
         let (text, base) = (work.join("text.txt"), base_file(work));
         fs::write(&text, self.text()).with_context(|| text.display().to_string())?;

@@ -106,7 +106,7 @@ pub struct CompareArgs {
     /// RPC servers (host:port, …) that llama.cpp should use
     #[arg(long, value_name = "SERVERS")]
     rpc: Option<String>,
-    /// Folder of llama-bench, llama-server and llama-perplexity; looked for as elsewhere unless told
+    /// Folder of llama-bench, llama-server and llama-perplexity; they are looked for as moe-hot does for any program unless told
     #[arg(long, value_name = "DIR")]
     programs: Option<PathBuf>,
     /// Threads of all arms, instead of what is fastest for stock

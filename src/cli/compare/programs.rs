@@ -7,7 +7,7 @@ use crate::cli::launch::own_folder;
 use crate::cli::program::{self, Program};
 use crate::options::HOT_CACHE;
 use anyhow::{Context, anyhow};
-use std::ffi::{OsStr, OsString};
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
 const BENCH: &str = "llama-bench";
@@ -42,14 +42,13 @@ impl Programs {
     pub fn find(folder: Option<&Path>) -> Result<Self, Failure> {
         let own = own_folder().or_internal()?;
         let find = |name: &str| {
-            let wanted = folder.map_or_else(|| OsString::from(name), |folder| folder.join(name).into_os_string());
-            let wanted = if folder.is_some() && !wanted.as_encoded_bytes().contains(&b'/') {
-                Path::new(".").join(wanted).into_os_string()
-            } else {
-                wanted
+            let path = match folder.map(|folder| in_folder(folder, name)) {
+                // llama.cpp's patched programs are without it.
+                Some(path) if name != PERPLEXITY || path.exists() => {
+                    program::find(path.as_os_str(), &own).context("--programs")
+                }
+                _ => program::find(OsStr::new(name), &own),
             };
-            let path = program::find(&wanted, &own);
-            let path = if folder.is_some() { path.context("--programs") } else { path };
             let path = path.or_input()?;
             path.canonicalize().with_context(|| path.display().to_string()).or_internal()
         };
@@ -83,4 +82,9 @@ impl Programs {
         let servers: Vec<_> = rpc.into_iter().map(OsStr::new).collect();
         Ok(self.bench.devices(&servers)?.unwrap_or_default())
     }
+}
+
+/// A path, whatever the folder is called: a bare name would be looked for elsewhere.
+fn in_folder(folder: &Path, name: &str) -> PathBuf {
+    Path::new(".").join(folder).join(name)
 }

@@ -98,10 +98,16 @@ impl Settings {
         Some((flag, show(Some(value)), show(theirs.get(name))))
     }
 
-    /// Tokens of the longest context of llama-bench's tests and of the server.
-    pub fn longest_context(&self) -> u32 {
+    /// The longest prompt of llama-bench's tests, and the most tokens that are in the context before it.
+    pub fn longest_test(&self) -> (u32, u32) {
         let most = |values: &[u32]| values.iter().copied().max().unwrap_or(0);
-        self.context.max(most(&self.depth).saturating_add(most(&self.pp).max(self.tg)))
+        (most(&self.pp), most(&self.depth))
+    }
+
+    /// Tokens of the longest context of llama-bench's tests.
+    pub fn longest_context(&self) -> u32 {
+        let (prompt, depth) = self.longest_test();
+        depth.saturating_add(prompt.max(self.tg))
     }
 }
 
@@ -186,7 +192,7 @@ mod tests {
 
     #[test]
     fn memory_is_planned_for_the_longest_context() {
-        assert_eq!(settings().longest_context(), 512);
-        assert_eq!(Settings { context: 64, ..settings() }.longest_context(), 160);
+        assert_eq!((settings().longest_test(), settings().longest_context()), ((128, 32), 160));
+        assert_eq!(Settings { tg: 500, ..settings() }.longest_context(), 532);
     }
 }

@@ -92,11 +92,11 @@ pub fn steps(settings: &Settings, says_times: bool) -> Vec<Step> {
     if settings.ubatch.is_none() {
         steps.push(Step::Ubatch);
     }
-    steps.extend([Step::Memory, Step::WholeLayers]);
+    // The server's memory counts too, and the answers show it.
+    steps.extend([Step::Memory, Step::Reference, Step::WholeLayers]);
     if settings.arms.iter().any(|arm| matches!(arm, Arm::HotFixed | Arm::HotProfile)) {
         steps.push(Step::Record);
     }
-    steps.push(Step::Reference);
     for pair in 0..settings.pairs {
         let mut arms = settings.arms.clone();
         if pair % 2 == 1 {
@@ -145,6 +145,7 @@ mod tests {
             assert!(place(tuning) < first_run, "{tuning:?}");
         }
         assert!(place(Step::Threads) < place(Step::Memory) && place(Step::Memory) < place(Step::WholeLayers));
+        assert!(place(Step::Reference) < place(Step::WholeLayers));
         assert!(place(Step::LogitsBase) < place(Step::Logits(Arm::CpuMoe)));
     }
 

@@ -30,6 +30,7 @@ pub fn markdown(results: &Results, summary: &Summary) -> String {
         }
     }
     let _ = write!(text, "\n## Memory, hits, answers\n\n{}", grid(&arm_rows(summary)));
+    let _ = write!(text, "\n## How stock was tuned\n\n{}", grid(&tuning_rows(results)));
     let _ = write!(text, "\n## Notes\n\n");
     for note in notes(results, summary) {
         let _ = writeln!(text, "- {note}");

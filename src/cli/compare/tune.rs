@@ -3,7 +3,7 @@
 //! Pure: says what to try, and takes the fastest of what was tried. Our cache then gets the bytes of those whole layers.
 
 use super::arm::Tuned;
-use super::outcome::{Outcome, Test};
+use super::outcome::{Memory, Outcome, Test};
 use super::settings::Settings;
 use super::stats::fastest;
 use super::steps::Step;
@@ -65,8 +65,7 @@ pub fn tuned(settings: &Settings, machine: &Machine, steps: &BTreeMap<String, Ou
     let tests = |step: Step| steps.get(&step.key()).map(|outcome| outcome.tests.as_slice()).unwrap_or_default();
     let threads = settings.threads.or_else(|| Some(best(tests(Step::Threads))?.threads));
     let ubatch = settings.ubatch.or_else(|| Some(best(tests(Step::Ubatch))?.ubatch));
-    let stock = steps.get(&Step::Memory.key()).and_then(|outcome| outcome.memory.clone());
-    let layers = stock.as_ref().and_then(|stock| {
+    let layers = without_experts(steps).and_then(|stock| {
         let vram = vram_mib(settings, machine) as f64;
         let fits = |test: &&Test| stock.said_mib() - stock.model_mib + test.model_mib <= vram;
         let fitting: Vec<Test> = tests(Step::WholeLayers).iter().filter(fits).cloned().collect();
@@ -80,6 +79,15 @@ pub fn tuned(settings: &Settings, machine: &Machine, steps: &BTreeMap<String, Ou
         cache_mib: layers.map_or(0, |(_, mib)| mib.ceil() as u64),
         fit_target_mib: machine.device_free_mib.saturating_sub(vram_mib(settings, machine)),
     }
+}
+
+/// What stock takes on the device without experts there: its weights, and the larger of llama-bench's longest context and the
+/// server's.
+pub fn without_experts(steps: &BTreeMap<String, Outcome>) -> Option<Memory> {
+    let memory = |step: Step| steps.get(&step.key())?.memory.clone();
+    let (bench, server) = (memory(Step::Memory)?, memory(Step::Reference));
+    let context_mib = server.map_or(0.0, |server| server.context_mib).max(bench.context_mib);
+    Some(Memory { context_mib, ..bench })
 }
 
 /// The fastest test; of equal ones the first.
@@ -123,7 +131,6 @@ pub fn whole_layers_to_try(layers: &[ExpertLayer], without_mib: f64, vram_mib: u
 
 #[cfg(test)]
 mod tests {
-    use super::super::outcome::Memory;
     use super::super::settings::testing::settings;
     use super::*;
     use crate::cli::model::ExpertTensor;
