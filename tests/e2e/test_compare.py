@@ -86,13 +86,14 @@ def assert_whole(here: Path, results: dict, arms: list[str], exact: bool) -> Non
     assert 0 < tuned["n_cpu_moe"] < 6 and tuned["cache_mib"] > 0
     for arm in arms:
         summary, of_arm = arm_of(results, arm), figures(results, arm)
-        assert summary["marked"] == [] and summary["not_measured"] == [], summary
+        assert summary["marked"] == []
         assert all(figure["spread"]["median"] > 0 for figure in of_arm.values()), arm
-        assert {"prompt of 32 tokens", "decode of 6 tokens", "decode, story", "first token, code", "decode, switch"} <= set(of_arm)
-        assert summary["logits"]["same_top"] > (0.999 if exact else 0.9), summary["logits"]
-        assert summary["agreement"]["median"] == 1 if exact else summary["agreement"]["median"] >= 0
+        assert {"decode of 6 tokens", "decode, story", "first token, code", "decode, switch"} <= set(of_arm)
         if exact:
-            assert abs(summary["logits"]["mean_kld"]) < 1e-4
+            assert summary["agreement"]["median"] == 1 and summary["not_measured"] == [], summary
+            assert summary["logits"]["same_top"] > 0.999 and abs(summary["logits"]["mean_kld"]) < 1e-4, summary["logits"]
+        else:
+            assert summary["agreement"]["median"] > 0
         if arm in OURS:
             total = sum(summary["memory"][name] for name in ("model_mib", "context_mib", "cache_mib"))
             assert total <= 1.02 * (baseline["model_mib"] + baseline["context_mib"]) + 1
@@ -180,13 +181,17 @@ def assert_page(here: Path) -> None:
 
 
 def test_a_whole_comparison_on_vulkan(here):
+    """Single tokens and short prompts, since kernels for more compile for minutes: too short to compare logits, which is said."""
     vulkan.require()
-    device = ["--programs", vulkan.BIN, "--device", vulkan.DEVICE, "--arms", "n-cpu-moe,hot-fixed", *VRAM, *SMALL, "--ubatch-size", "32"]
+    (here / "prompts.txt").write_text("== story ==\nOnce\n---\nThe house\n---\nShe\n== code ==\ndef\n---\nclass\n---\nfor\n")
+    small = changed(changed(SMALL, "--pp", "4"), "--answer", "8")
+    device = ["--programs", vulkan.BIN, "--device", vulkan.DEVICE, "--arms", "n-cpu-moe,hot-fixed", *VRAM, *small, "--ubatch-size", "1"]
     done = compare(here, *device, "-o", "out", variables=vulkan.vulkan_environment(**environment(here), **NO_GUARD))
     assert done.code == 0, done
     results = read(here)
     assert_whole(here, results, ["n-cpu-moe", "hot-fixed"], exact=False)
     assert results["steps"]["server-0-hot-fixed"]["memory"]["device_mib"] is not None, "the device was asked"
+    assert "too short to compare logits" in arm_of(results, "hot-fixed")["not_measured"][0]
 
 
 def write_programs(folder: Path, script: str) -> Path:
@@ -242,8 +247,10 @@ def test_bad_input_is_refused_in_one_line(here, name):
 
 def test_memory_in_which_there_is_nothing_to_compare_and_folders_of_others_are_refused(here, rpc_endpoint):
     device = ["--rpc", rpc_endpoint, "--device", "RPC0", *SMALL, "--ubatch-size", "32"]
-    assert_refused(compare(here, *device, "--vram", "200MiB", "-o", "large"), "the whole model takes", "expected less")
-    assert_refused(compare(here, *device, "--vram", "2MiB", "-o", "small"), "without any expert; expected more")
+    for size, said in (("200MiB", "the whole model takes"), ("2MiB", "without any expert; expected more")):
+        answer = compare(here, *device, "--vram", size, "-o", size)
+        last = answer.err.splitlines()[-1]
+        assert answer.code == 2 and answer.out == "" and last.startswith("moe-hot: --vram ") and said in last, answer
     assert_refused(compare(here, *device, *VRAM, "-o", "."), "--output .: has other files in it")
 
 
@@ -261,6 +268,6 @@ def test_a_dry_run_lists_all_runs_and_starts_nothing(here):
     rows = [re.split(r"  +", line.strip()) for line in listed.out.splitlines()]
     benches = [(row[0], row[1]) for row in rows if "llama-bench" in row]
     labels = [arm for pair, arm in benches if pair == "1"]
-    assert len(labels) == 6 and labels[:2] == ["stock --cpu-moe", "stock --n-cpu-moe, best N"]
+    assert len(labels) == len(STOCK + OURS) and labels[:2] == ["stock --cpu-moe", "stock --n-cpu-moe, best N"]
     assert [arm for pair, arm in benches if pair == "2"] == labels[::-1], "alternated"
     assert "nothing was started" in listed.out and not (here / "out").exists()

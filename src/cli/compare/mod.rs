@@ -28,6 +28,8 @@ use super::failure::{Failure, OrFail, named_by_user};
 use super::model::Model;
 use super::output::{print, table as columns, tell};
 use super::size;
+use crate::options::host::{self, OFFLOAD_MIN_BATCH, UNIFIED_MEMORY};
+use crate::options::{TEST_FREE_COPIES, TEST_NO_GUARD, TEST_SLOTS, TEST_TIMINGS, TEST_WAIT};
 use crate::units::Bytes;
 use anyhow::{Context, Result, anyhow, ensure};
 use arm::{ARMS, Arm};
@@ -115,7 +117,7 @@ pub struct CompareArgs {
     threads: Option<u16>,
     /// Ubatch of all arms, instead of what is fastest for stock
     #[arg(long = "ubatch-size", value_name = "N", allow_negative_numbers = true,
-        value_parser = clap::value_parser!(u32).range(32..=MAX_TOKENS))]
+        value_parser = clap::value_parser!(u32).range(1..=MAX_TOKENS))]
     ubatch: Option<u32>,
     /// Type of the KV cache of all arms
     #[arg(long, value_name = "TYPE", default_value = "f16")]
@@ -200,8 +202,16 @@ fn settings(args: &CompareArgs, prompts: &Prompts, programs: &Programs) -> Resul
         cache_type: args.cache_type.clone(),
         flash_attn: args.flash_attn.clone(),
         moe_hot: env!("CARGO_PKG_VERSION").into(),
+        environment: environment(),
     };
     Ok((settings, machine))
+}
+
+/// What in our environment changes what all programs do.
+fn environment() -> Vec<String> {
+    let tests = [&TEST_NO_GUARD, &TEST_SLOTS, &TEST_FREE_COPIES, &TEST_WAIT, &TEST_TIMINGS].map(|test| test.variable);
+    let names = tests.into_iter().chain([OFFLOAD_MIN_BATCH, UNIFIED_MEMORY]);
+    names.filter_map(|name| Some(format!("{name}={}", host::variable(name)?.to_string_lossy()))).collect()
 }
 
 /// In their order, each once.

@@ -54,10 +54,12 @@ pub struct Settings {
     pub flash_attn: String,
     /// Version of moe-hot.
     pub moe_hot: String,
+    /// Variables that change what all programs do, `NAME=VALUE`.
+    pub environment: Vec<String>,
 }
 
 /// What a user calls a setting.
-const FLAGS: [(&str, &str); 16] = [
+const FLAGS: [(&str, &str); 17] = [
     ("model", "--model"),
     ("vram", "--vram"),
     ("pp", "--pp"),
@@ -74,6 +76,7 @@ const FLAGS: [(&str, &str); 16] = [
     ("threads", "--threads"),
     ("ubatch", "--ubatch-size"),
     ("revision", "the revision of llama.cpp"),
+    ("environment", "the environment"),
 ];
 
 impl Settings {
@@ -146,6 +149,7 @@ pub mod testing {
             cache_type: "f16".into(),
             flash_attn: "auto".into(),
             moe_hot: "0.1.0".into(),
+            environment: vec!["X=1".into()],
         }
     }
 }
@@ -178,6 +182,7 @@ mod tests {
             *value = match &*value {
                 Value::String(_) => Value::from("other"),
                 Value::Array(_) if name == "arms" => serde_json::json!(["fit"]),
+                Value::Array(_) if name == "environment" => serde_json::json!(["Y=2"]),
                 Value::Array(_) => serde_json::json!([7]),
                 _ => Value::from(7),
             };

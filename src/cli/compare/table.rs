@@ -60,7 +60,8 @@ fn grid(rows: &[Vec<String>]) -> String {
 pub fn facts(results: &Results, summary: &Summary) -> Vec<(&'static str, String)> {
     let (settings, machine, tuned) = (&results.settings, &results.machine, &summary.tuned);
     let vram = settings.vram.map_or_else(|| "what is free less 1 GiB".into(), |bytes| show(Bytes(bytes)));
-    vec![
+    let environment = settings.environment.join(" ");
+    let mut facts = vec![
         ("machine", machine.cpu.clone()),
         (
             "device",
@@ -89,7 +90,11 @@ pub fn facts(results: &Results, summary: &Summary) -> Vec<(&'static str, String)
         ),
         ("pairs", format!("{}, every second one in the opposite order; warm-ups do not count", settings.pairs)),
         ("prompts", format!("{}, answers of {} tokens", settings.prompts, settings.answer)),
-    ]
+    ];
+    if !environment.is_empty() {
+        facts.push(("set in the environment", environment));
+    }
+    facts
 }
 
 /// What the tuning tried: setting and speed.
