@@ -63,9 +63,9 @@ impl Compared {
 
 /// The commit in a version such as `0.5.0 (build 11312, commit 0c1e57098)` or `11312 (0c1e57098)`; `None` where it names none.
 fn commit(version: &str) -> Option<&str> {
-    let words = version.split(|c: char| !c.is_ascii_alphanumeric());
+    let mut words = version.split(|c: char| !c.is_ascii_alphanumeric());
     let is_commit = |word: &&str| word.len() >= COMMIT && word.chars().all(|c| c.is_ascii_hexdigit());
-    words.filter(is_commit).next_back().map(|commit| &commit[..COMMIT])
+    words.rfind(is_commit).map(|commit| &commit[..COMMIT])
 }
 
 /// Refuses a run of another llama.cpp than the comparison began with.
