@@ -181,6 +181,7 @@ mod tests {
             let value = &mut changed[name];
             *value = match &*value {
                 Value::String(_) => Value::from("other"),
+                Value::Null if name == "rpc" => Value::from("other"),
                 Value::Array(_) if name == "arms" => serde_json::json!(["fit"]),
                 Value::Array(_) if name == "environment" => serde_json::json!(["Y=2"]),
                 Value::Array(_) => serde_json::json!([7]),

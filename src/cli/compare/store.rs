@@ -128,6 +128,7 @@ impl Store {
 
 /// Makes the folder, unless something else is there, and holds it.
 fn prepare(folder: &Path) -> Result<File> {
+    ensure!(!folder.exists() || folder.is_dir(), "is a file; expected a folder");
     if let Ok(mut entries) = fs::read_dir(folder)
         && !folder.join(RESULTS).exists()
         && !folder.join("lock").exists()
@@ -211,7 +212,7 @@ mod tests {
         assert!(refusal(folder.path(), settings()).contains("has other files in it"));
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
         let file = folder.path().join("letter.txt");
-        assert!(refusal(&file, settings()).contains("cannot be made"));
+        assert!(refusal(&file, settings()).contains("is a file; expected a folder"));
     }
 
     #[test]
