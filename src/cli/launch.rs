@@ -37,7 +37,7 @@ pub fn launch(command: Vec<OsString>) -> Failure {
 }
 
 /// The folder of this executable.
-fn own_folder() -> Result<PathBuf> {
+pub fn own_folder() -> Result<PathBuf> {
     let own = env::current_exe().and_then(|path| path.canonicalize()).context("finding our own executable")?;
     Ok(own.parent().context("finding our own folder")?.to_path_buf())
 }

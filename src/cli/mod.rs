@@ -5,6 +5,7 @@
 
 mod backend_path;
 mod calibrate;
+mod compare;
 mod completions;
 mod devices;
 mod failure;
@@ -77,6 +78,7 @@ enum Command {
     Inspect(inspect::InspectArgs),
     Plan(plan::PlanArgs),
     Calibrate(calibrate::CalibrateArgs),
+    Compare(compare::CompareArgs),
     Import(import::ImportArgs),
     Export(import::ExportArgs),
     Merge(merge::MergeArgs),
@@ -97,6 +99,7 @@ pub fn main() -> ExitCode {
         Ok(Command::Inspect(args)) => inspect::inspect(&args),
         Ok(Command::Plan(args)) => plan::plan(&args),
         Ok(Command::Calibrate(args)) => calibrate::calibrate(&args),
+        Ok(Command::Compare(args)) => compare::compare(&args),
         Ok(Command::Import(args)) => import::import(&args),
         Ok(Command::Export(args)) => import::export(&args),
         Ok(Command::Merge(args)) => merge::merge(&args),

@@ -91,6 +91,11 @@ impl Program {
         Ok(program)
     }
 
+    /// Its version, such as `0.5.0 (build 11312, commit 0c1e57098)`; `None` if it does not say.
+    pub fn version(&self) -> Option<&str> {
+        if let Identity::Version(version) = &self.identity { Some(version) } else { None }
+    }
+
     /// Refuses a program that is not llama.cpp's, or whose llama.cpp the plugin does not serve.
     ///
     /// Of builds that are not known the plugin itself is asked, which looks at their layouts. Where a program cannot be asked it

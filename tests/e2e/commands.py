@@ -11,7 +11,7 @@ from launcher import Answer, launch
 from paths import REPOSITORY
 
 TRACES = REPOSITORY / "tests/traces"
-COMMANDS = ["inspect", "plan", "calibrate", "import", "export", "merge", "report", "replay", "completions"]
+COMMANDS = ["inspect", "plan", "calibrate", "compare", "import", "export", "merge", "report", "replay", "completions"]
 PROFILE_FORMATS = ["perf-json", "opt-perf-json", "spark-csv", "counts-csv", "imatrix"]
 SHIPPED = {"layers": 6, "n_expert": 32, "n_used": 4}
 
