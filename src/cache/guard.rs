@@ -77,7 +77,7 @@ struct Class {
     cold: Average,
     /// What all-cold calls take was measured while the cache was being prepared: there was nothing better.
     is_cold_disturbed: bool,
-    /// The cache has been prepared since: the next all-cold call that is not disturbed begins anew.
+    /// The cache is being prepared, or has been: the next all-cold call that is not disturbed begins anew.
     is_cold_old: bool,
     /// The cache has been faster beyond doubt.
     has_paid: bool,
@@ -200,6 +200,11 @@ impl RegressionGuard {
         }
         let ours_ns = class.ours.mean;
         Some(self.loss(n_tokens, ours_ns))
+    }
+
+    /// Whether the cache is not used for so many tokens any more.
+    pub fn has_given_up(&mut self, n_tokens: usize) -> bool {
+        self.class(n_tokens).is_off
     }
 
     /// From how many nanoseconds on the device alone is far slower than an all-cold call; `None`: not known yet.
@@ -376,6 +381,7 @@ mod tests {
         assert_eq!(too_large(1).map(|loss| loss.ours_ns), Some(2.0 * COLD_NS));
         assert_eq!(too_large(1000), None, "told once");
         assert!((0..100).all(|_| !guard.may_use_device(4, N_LAYERS)));
+        assert!(guard.has_given_up(4) && !guard.has_given_up(1));
         guard.forget_cache();
         assert!((0..100).any(|_| guard.may_use_device(4, N_LAYERS)), "another cache");
         let mut guard = RegressionGuard::default();

@@ -117,10 +117,11 @@ def test_a_whole_comparison_on_an_rpc_device_interrupted_and_gone_on_with(here, 
         results = here / "out/results.json"
         wait_for("some steps are done", lambda: results.exists() and "bench-0-cpu-moe" in read(here)["steps"])
         wait_for("the next one runs", lambda: "n-cpu-moe, best N: llama-bench" in log.read_text())
+        wait_for("it has a child", lambda: running_with(rpc_endpoint))
         child.send_signal(signal.SIGINT)
         assert child.wait(timeout=20) == 1
     assert "interrupted; the same command goes on from here" in log.read_text()
-    assert not running_below(here), "its children have ended"
+    assert not running_with(rpc_endpoint), "its children have ended"
     before = read(here)
     assert not before["complete"] and "summary" not in before
 
@@ -147,15 +148,15 @@ def changed(arguments: list[str], flag: str, value: str) -> list[str]:
     return [*arguments[: at + 1], value, *arguments[at + 2 :]]
 
 
-def running_below(folder: Path) -> list[str]:
-    """Command lines of processes that have to do with a folder."""
+def running_with(word: str) -> list[str]:
+    """Command lines of llama.cpp's programs with this word in them."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:
             continue
-        if str(folder) in line and "llama-" in line:
+        if word in line and "llama-" in line:
             found.append(line)
     return found
 

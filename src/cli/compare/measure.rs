@@ -15,8 +15,8 @@ use super::steps::Step;
 use super::store::Machine;
 use super::summary::mark;
 use super::tune::{
-    TRIED_TOKENS, physical_cores, threads_to_try, tuned, ubatches_to_try, vram_mib, whole_layers_to_try,
-    without_experts,
+    TRIED_TOKENS, check_one_fits, physical_cores, threads_to_try, tuned, ubatches_to_try, vram_mib,
+    whole_layers_to_try, without_experts,
 };
 use crate::cli::failure::{Failure, OrFail};
 use crate::cli::model::Model;
@@ -155,6 +155,7 @@ impl Measuring<'_> {
             all.tests.extend(one.tests);
             all.revision = one.revision;
         }
+        check_one_fits(&all.tests, &stock, vram).or_input()?;
         Ok(all)
     }
 
@@ -259,8 +260,10 @@ impl Measuring<'_> {
             return Ok(Outcome { commands: vec![line], not_measured: Some(why), ..Outcome::default() });
         }
         let cache = arm.is_ours().then(|| counted(CacheSaid::read(&all), &hits));
-        let logits = if compares { Some(read_logits(&all).context("llama-perplexity: no divergence")?) } else { None };
-        Ok(Outcome { commands: vec![line], cache, logits, ..Outcome::default() })
+        let logits = if compares { read_logits(&all) } else { None };
+        let not_measured = (compares && logits.is_none())
+            .then(|| "llama-perplexity printed no divergence of logits that is a number".to_owned());
+        Ok(Outcome { commands: vec![line], cache, logits, not_measured, ..Outcome::default() })
     }
 
     /// What logits are compared on: the prompts and stock's answers.
@@ -335,7 +338,12 @@ fn counted(said: CacheSaid, hits: &Path) -> CacheSaid {
 fn read_logits(printed: &str) -> Option<Logits> {
     let number = |label: &str| {
         let rest = printed.lines().find_map(|line| line.trim().strip_prefix(label))?;
-        rest.trim_start_matches([':', ' ']).split_whitespace().next()?.parse::<f64>().ok()
+        rest.trim_start_matches([':', ' '])
+            .split_whitespace()
+            .next()?
+            .parse::<f64>()
+            .ok()
+            .filter(|number| number.is_finite())
     };
     Some(Logits {
         mean_kld: number("Mean    KLD")?,
@@ -354,6 +362,7 @@ mod tests {
             Maximum KLD:   0.045600\n99.9%   KLD:   0.01\nSame top p: 99.500 ± 0.200 %\n";
         assert_eq!(read_logits(printed), Some(Logits { mean_kld: 0.000123, max_kld: 0.0456, same_top: 0.995 }));
         assert_eq!(read_logits("Mean    KLD: nothing"), None);
+        assert_eq!(read_logits(&printed.replace("0.045600", "inf")), None, "JSON has no such number");
     }
 
     #[test]

@@ -10,11 +10,12 @@ use crate::cli::output::write_file;
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
-use std::fs::{self, File, TryLockError};
+use std::fs::{self, File, OpenOptions, TryLockError};
 use std::path::{Path, PathBuf};
 
 /// The version of the file that we read and write.
 pub const SCHEMA: &str = "moe-hot.compare.v1";
+const LOCK: &str = "lock";
 const RESULTS: &str = "results.json";
 /// Far more than a comparison writes.
 const MAX_BYTES: u64 = 1 << 30;
@@ -129,16 +130,23 @@ impl Store {
 /// Makes the folder, unless something else is there, and holds it.
 fn prepare(folder: &Path) -> Result<File> {
     ensure!(!folder.exists() || folder.is_dir(), "is a file; expected a folder");
-    if let Ok(mut entries) = fs::read_dir(folder)
-        && !folder.join(RESULTS).exists()
-        && !folder.join("lock").exists()
+    let is_begun = load(folder)?.is_some();
+    if let Ok(entries) = fs::read_dir(folder)
+        && !is_begun
     {
-        ensure!(entries.next().is_none(), "has other files in it; expected a new folder, or one of moe-hot compare");
+        // What an attempt leaves that ended before the first result: an empty lock.
+        let is_ours = |entry: fs::DirEntry| match entry.file_name().to_str() {
+            Some(LOCK) => entry.metadata().is_ok_and(|meta| meta.is_file() && meta.len() == 0),
+            Some("logs" | "work") => folder.join(LOCK).exists(),
+            _ => false,
+        };
+        let has_others = entries.flatten().any(|entry| !is_ours(entry));
+        ensure!(!has_others, "has other files in it; expected a new folder, or one of moe-hot compare");
     }
     for folder in [folder.to_path_buf(), folder.join("logs"), folder.join("work")] {
         fs::create_dir_all(&folder).with_context(|| format!("{}: cannot be made", folder.display()))?;
     }
-    let lock = File::create(folder.join("lock"))?;
+    let lock = OpenOptions::new().create(true).truncate(false).write(true).open(folder.join(LOCK))?;
     match lock.try_lock() {
         Ok(()) => Ok(lock),
         Err(TryLockError::WouldBlock) => bail!("another moe-hot compare works in it; expected another folder"),

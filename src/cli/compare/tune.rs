@@ -67,7 +67,7 @@ pub fn tuned(settings: &Settings, machine: &Machine, steps: &BTreeMap<String, Ou
     let ubatch = settings.ubatch.or_else(|| Some(best(tests(Step::Ubatch))?.ubatch));
     let layers = without_experts(steps).and_then(|stock| {
         let vram = vram_mib(settings, machine) as f64;
-        let fits = |test: &&Test| stock.said_mib() - stock.model_mib + test.model_mib <= vram;
+        let fits = |test: &&Test| needed_mib(&stock, test) <= vram;
         let fitting: Vec<Test> = tests(Step::WholeLayers).iter().filter(fits).cloned().collect();
         let best = best(&fitting)?;
         Some((best.n_cpu_moe, (best.model_mib - stock.model_mib).max(0.0)))
@@ -88,6 +88,22 @@ pub fn without_experts(steps: &BTreeMap<String, Outcome>) -> Option<Memory> {
     let (bench, server) = (memory(Step::Memory)?, memory(Step::Reference));
     let context_mib = server.map_or(0.0, |server| server.context_mib).max(bench.context_mib);
     Some(Memory { context_mib, ..bench })
+}
+
+/// What a test of whole layers took of the device, MiB. `stock`: what stock takes without experts there.
+fn needed_mib(stock: &Memory, test: &Test) -> f64 {
+    stock.said_mib() - stock.model_mib + test.model_mib
+}
+
+/// Refuses memory that none of the tests has fitted into, as was measured.
+pub fn check_one_fits(tests: &[Test], stock: &Memory, vram_mib: u64) -> Result<()> {
+    let least = tests.iter().map(|test| needed_mib(stock, test)).fold(f64::INFINITY, f64::min);
+    ensure!(
+        least <= vram_mib as f64,
+        "--vram {}: with the experts of whole layers there llama.cpp took {least:.1} MiB at least; expected more",
+        show(Bytes::from_mib(vram_mib))
+    );
+    Ok(())
 }
 
 /// The fastest test; of equal ones the first.
@@ -200,6 +216,11 @@ mod tests {
             (Step::Memory.key(), Outcome { memory: Some(memory), ..Outcome::default() }),
         ]);
         let before = tuned(&settings(), &machine(), &steps);
+        let stock = Memory { model_mib: 2.5, context_mib: 10.0, ..Memory::default() };
+        let error =
+            check_one_fits(&[test(2, 2, 95.0, 9.0), test(2, 3, 91.5, 9.0)], &stock, 100).unwrap_err().to_string();
+        assert!(error.contains("--vram 100 MiB") && error.contains("took 101.5 MiB at least"), "{error}");
+        check_one_fits(&[test(2, 2, 95.0, 9.0), test(2, 3, 90.0, 9.0)], &stock, 100).unwrap();
         assert_eq!((before.threads, before.ubatch, before.cache_mib), (2, 512, 0));
         assert_eq!(before.fit_target_mib, 150, "of 250 free, 100 may be taken");
         // N = 2 is the fastest, but takes more than the 100 MiB that there are.

@@ -157,6 +157,7 @@ impl ContextLanes {
         let too_slow = lane.lane.too_slow(Width::of(ids.n_tokens()));
         let mut can_serve = true;
         if runtime.config().is_guarded() && !self.may_use_device(&cache, ids.n_tokens(), too_slow) {
+            can_serve = !self.guard.has_given_up(ids.n_tokens());
             self.partition.set_all_cold(ids);
         } else {
             let can_copy = || lane.lane.can_copy(index, split);
