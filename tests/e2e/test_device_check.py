@@ -4,16 +4,18 @@ import json
 import os
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
 
 import paths
-from processes import HANG_S
+from processes import HANG_S, wait_for
 
 sys.path.insert(0, str(paths.REPOSITORY / "scripts"))
-from device import budget, report, routing, tensors
+from device import budget, folder, report, routing, tensors
 
 PARTS = ("conformance", "rows", "model", "routing", "threads", "overhead", "cache", "layers", "prompts", "copies", "compare")
 MINUTES = 1.0
@@ -29,11 +31,11 @@ def run(command: list, **options) -> subprocess.CompletedProcess:
 
 @pytest.fixture(scope="module")
 def pack(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("device")
-    made = run([paths.REPOSITORY / "scripts/device-pack", "--without-cuda", folder])
+    packed = tmp_path_factory.mktemp("device")
+    made = run([paths.REPOSITORY / "scripts/device-pack", "--without-cuda", packed])
     assert made.returncode == 0, made.stderr[-2000:]
-    assert sorted(path.name for path in folder.iterdir()) == ["device-check", "pack.tar.xz"]
-    return folder
+    assert sorted(path.name for path in packed.iterdir()) == ["device-check", "pack.tar.xz"]
+    return packed
 
 
 def check(pack, *arguments) -> subprocess.CompletedProcess:
@@ -188,6 +190,30 @@ def test_copies_go_through_the_driver(tmp_path):
     assert min(found["alone_mb_per_s"].values()) > 0 and found["beside_the_cpu_mb_per_s"] > 0
     assert found["decode_kept"] == 1 and found["block_bytes"] == 3 * 256 * 144
     assert all(report.of_copies(found))
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+# One ends what it has started in a group of its own when it is asked to end; the other does not hear.
+STARTERS = {
+    "ends its own": "trap 'kill -9 $!; exit 1' TERM; setsid sleep 100 & echo $! >child; wait",
+    "does not hear": "trap '' TERM; sleep 100 & echo $! >child; wait; wait",
+}
+
+
+@pytest.mark.parametrize("name", STARTERS)
+def test_nothing_is_left_of_a_program_whose_time_is_over(monkeypatch, tmp_path, name):
+    monkeypatch.setattr(folder, "END_S", 0.5)
+    programs = folder.Programs(tmp_path, budget.Budget(budget.RESERVE_S + 1, time.monotonic()))
+    with pytest.raises(budget.Skipped, match="the time for it was over"):
+        programs.run(["sh", "-c", STARTERS[name]])
+    child = int((tmp_path / "child").read_text())
+    wait_for("it has ended", lambda: not is_running(child))
 
 
 class Clock:
