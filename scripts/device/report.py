@@ -149,10 +149,11 @@ def of_copies(result: dict) -> list[str]:
 
 def of_compare(result: dict) -> list[str]:
     """What it found is in results.json."""
-    return [
-        f"{share} of the experts, {found['vram_mib']} MiB: {found.get('skipped', 'done, see results.json')}"
-        for share, found in result.items()
-    ]
+    lines = []
+    for vram, found in result.items():
+        failed = f"FAILED: {found['failed']}" if "failed" in found else "done, see results.json"
+        lines.append(f"--vram {vram}: " + (f"skipped: {found['skipped']}" if "skipped" in found else failed))
+    return lines
 
 
 WORDS = {

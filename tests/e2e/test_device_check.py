@@ -15,7 +15,8 @@ import paths
 from processes import HANG_S, wait_for
 
 sys.path.insert(0, str(paths.REPOSITORY / "scripts"))
-from device import budget, folder, report, routing, tensors
+from device import budget, folder, models, report, routing, speeds, tensors
+from device import check as device_check
 
 PARTS = ("conformance", "rows", "model", "routing", "threads", "overhead", "cache", "layers", "prompts", "copies", "compare")
 MINUTES = 1.0
@@ -214,6 +215,76 @@ def test_nothing_is_left_of_a_program_whose_time_is_over(monkeypatch, tmp_path, 
         programs.run(["sh", "-c", STARTERS[name]])
     child = int((tmp_path / "child").read_text())
     wait_for("it has ended", lambda: not is_running(child))
+
+
+class Compares:
+    """Stands for Programs: `moe-hot compare` that does by turns what it is told, and takes that long."""
+
+    def __init__(self, work: Path, clock, does: list):
+        self.work, self.clock, self.does = work, clock, does
+        self.budget = budget.Budget(100 + budget.RESERVE_S, 0)
+        self.vram, self.left_s = [], []
+
+    def environment(self, **extra: object) -> dict:
+        return extra
+
+    def run(self, command: list, _: dict | None = None) -> None:
+        words = [str(word) for word in command]
+        if "--help" in words:
+            return
+        assert words[words.index("--depth") + 1] == "0"
+        self.vram.append(words[words.index("--vram") + 1])
+        self.left_s.append(self.budget.left_s)
+        self.clock.now += 10
+        answer = self.does[len(self.vram) - 1]
+        if isinstance(answer, Exception):
+            raise answer
+        output = Path(words[words.index("-o") + 1])
+        output.mkdir()
+        (output / "results.json").write_text(json.dumps(answer))
+
+
+REFUSAL = folder.Failed("exit code 2: …", 2, "moe-hot: --vram 27 MiB: the whole model takes 20 MiB; expected less")
+BROKEN = folder.Failed("exit code 1: …", 1, "moe-hot: llama-server failed")
+
+
+def compared(monkeypatch, tmp_path, does: list) -> tuple[Compares, device_check.Check]:
+    programs = Compares(tmp_path, Clock(monkeypatch), does)
+    (tmp_path / "m.gguf").write_bytes(b"")
+    os.truncate(tmp_path / "m.gguf", models.LARGE.all_expert_bytes + (100 << 20))
+    done = device_check.Check(programs.budget)
+    bench = speeds.Bench(programs, tmp_path / "m.gguf", models.LARGE, "CUDA0", [], 99, 4)
+    done.part("compare", 1.0, lambda: device_check.compare(bench))
+    return programs, done
+
+
+def test_what_compare_refuses_is_no_failure_and_other_results_are_kept(monkeypatch, tmp_path):
+    programs, done = compared(monkeypatch, tmp_path, [{"complete": True}, REFUSAL, budget.Skipped("time was over")])
+    part = done.parts["compare"]
+    assert part["status"] == "done" and not done.has_failed
+    assert [found.popitem() for found in part["result"].values()] == [
+        ("results", {"complete": True}),
+        ("skipped", REFUSAL.last_line),
+        ("skipped", "time was over"),
+    ]
+    assert [vram.replace(" ", "") for vram in part["result"]] == programs.vram
+    assert [round(left) for left in programs.left_s] == [33, 45, 80], "each has its part of what is left"
+    steps = [int(vram.removesuffix("MiB")) for vram in programs.vram]
+    assert steps[2] - steps[1] == steps[1] - steps[0] == models.LARGE.all_expert_bytes // 4 >> 20
+
+
+def test_what_fails_in_compare_is_a_failure_and_other_results_are_kept(monkeypatch, tmp_path):
+    _, done = compared(monkeypatch, tmp_path, [REFUSAL, BROKEN, {"complete": True}])
+    part = done.parts["compare"]
+    assert part["status"] == "done" and done.has_failed
+    lines = report.of_compare(part["result"])
+    assert "skipped: moe-hot: --vram 27 MiB" in lines[0] and "FAILED: exit code 1" in lines[1] and "done" in lines[2]
+
+
+def test_a_comparison_that_is_refused_throughout_says_why(monkeypatch, tmp_path):
+    _, done = compared(monkeypatch, tmp_path, [REFUSAL] * 3)
+    assert done.parts["compare"]["status"] == "skipped" and not done.has_failed
+    assert done.parts["compare"]["reason"].count("the whole model takes 20 MiB") == 3
 
 
 class Clock:
