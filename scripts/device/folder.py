@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from device.budget import Budget, Skipped
@@ -114,11 +114,16 @@ class Programs:
         return self.base | {name: str(value) for name, value in extra.items()}
 
     def run(
-        self, command: list, environment: dict[str, str] | None = None, accepts: tuple[int, ...] = (0,)
+        self,
+        command: list,
+        environment: dict[str, str] | None = None,
+        accepts: tuple[int, ...] = (0,),
+        heard: dict[str, Callable[[], None]] | None = None,
     ) -> tuple[str, str, int]:
         """Runs a command to its end and returns its output, its errors, and the most memory that it had, in bytes. It is
-        ended when there is no time left."""
+        ended when there is no time left. `heard`: what to call, in this order, as soon as its errors have such words."""
         words = [str(word) for word in command]
+        awaited = list((heard or {}).items())
         with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
             child = subprocess.Popen(
                 words,
@@ -131,7 +136,7 @@ class Programs:
                 preexec_fn=end_with_parent,
             )
             try:
-                memory = self._wait(child, words)
+                memory = self._wait(child, words, lambda: listen(errors.fileno(), awaited))
             finally:
                 end(child)
             for file in (output, errors):
@@ -144,9 +149,10 @@ class Programs:
                 )
             return output.read(), said, memory
 
-    def _wait(self, child: subprocess.Popen, words: list[str]) -> int:
+    def _wait(self, child: subprocess.Popen, words: list[str], listen: Callable[[], None]) -> int:
         ended = 0
         while not ended:
+            listen()
             ended, status, usage = os.wait4(child.pid, os.WNOHANG)
             if ended:
                 child.returncode = os.waitstatus_to_exitcode(status)
@@ -167,6 +173,12 @@ class Programs:
             yield self.rpc_server.endpoint
         finally:
             self.rpc_server.stop()
+
+
+def listen(file: int, awaited: list[tuple[str, Callable[[], None]]]) -> None:
+    """Calls what the next words are awaited for, once they are there."""
+    if awaited and awaited[0][0].encode() in os.pread(file, os.fstat(file).st_size, 0):
+        awaited.pop(0)[1]()
 
 
 def end(child: subprocess.Popen) -> None:

@@ -143,7 +143,8 @@ def test_without_time_nothing_counts_as_passed(pack):
     assert all(part["reason"] for part in skipped)
 
 
-# A CUDA driver of which copies can be asked: memory is the host's, and a stream or context that it has not made is refused.
+# A CUDA driver of which copies can be asked: memory is the host's, and a stream or context that it has not made is refused, as is
+# any device but the second.
 DRIVER = """
 #include <stdint.h>
 #include <stdlib.h>
@@ -151,8 +152,9 @@ DRIVER = """
 static uint64_t begin, end;
 static int locked;
 int cuInit(unsigned flags) { return flags; }
-int cuDeviceGet(int *device, int n) { *device = n; return n; }
-int cuDevicePrimaryCtxRetain(void **context, int device) { *context = &begin; return device; }
+int cuDeviceGet(int *device, int n) { *device = 10 + n; return n != 1; }
+int cuDeviceGetPCIBusId(char *at, int size, int device) { return size < 13 || !strcpy(at, "0000:0a:00.0") || device != 11; }
+int cuDevicePrimaryCtxRetain(void **context, int device) { *context = &begin; return device != 11; }
 int cuCtxSetCurrent(void *context) { return context != &begin; }
 int cuStreamCreate(void **stream, unsigned flags) { *stream = &end; return flags != 1; }
 int cuStreamSynchronize(void *stream) { return stream != &end; }
@@ -169,14 +171,20 @@ int cuMemcpyHtoDAsync_v2(uint64_t to, const void *from, size_t size, void *strea
 COPIES = """
 import json, sys, time
 sys.path.insert(0, sys.argv[1])
-from device import budget, copies, models, speeds
+from device import budget, copies, machine, models, speeds
 copies.ALONE_S = 0.05
 class Programs:
     budget = budget.Budget(60, time.monotonic())
-    def run(self, command):
-        time.sleep(0.05)
-        return json.dumps([{"n_prompt": 0, "samples_ts": [10.0]}]), "", 0
-print(json.dumps(copies.measure(speeds.Bench(Programs(), None, models.SMALL, "CUDA0", [], 99, 1))))
+    heard = []
+    def run(self, command, heard):
+        assert command[command.index("-r") + 1] == 7 and "--progress" in command
+        for words, call in heard.items():
+            self.heard.append(words)
+            call()
+            time.sleep(0.05)
+        return json.dumps([{"n_prompt": 0, "samples_ts": [10.0, 8.0] * 3 + [99.0]}]), "", 0
+found = copies.measure(speeds.Bench(Programs(), None, models.SMALL, "CUDA1", [], 99, 1))
+print(json.dumps({"copies": found, "heard": Programs.heard, "nvidia": [machine.nvidia(f"{kind}1") for kind in ("CUDA", "Vulkan")]}))
 """
 
 
@@ -184,12 +192,18 @@ def test_copies_go_through_the_driver(tmp_path):
     (tmp_path / "driver.c").write_text(DRIVER)
     built = run(["cc", "-shared", "-fPIC", "-o", tmp_path / "libcuda.so.1", tmp_path / "driver.c"])
     assert built.returncode == 0, built.stderr
-    environment = {"PATH": os.environ["PATH"], "LD_LIBRARY_PATH": str(tmp_path)}
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho \"$1 $2, 1 MiB\"\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "LD_LIBRARY_PATH": str(tmp_path)}
     done = run([sys.executable, "-c", COPIES, paths.REPOSITORY / "scripts"], env=environment, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    said = json.loads(done.stdout)
+    assert said["nvidia"] == [{"name": "-i 0000:0a:00.0", "memory.total": "1 MiB"}, None]
+    assert said["heard"] == [f"generation run {number}/" for number in range(2, 8)]
+    found = said["copies"]
     assert min(found["alone_mb_per_s"].values()) > 0 and found["beside_the_cpu_mb_per_s"] > 0
-    assert found["decode_kept"] == 1 and found["block_bytes"] == 3 * 256 * 144
+    assert found["decode"] == {"without copies": 10, "beside copies": 8}
+    assert found["decode_kept"] == 0.8 and found["block_bytes"] == 3 * 256 * 144
     assert all(report.of_copies(found))
 
 
@@ -198,6 +212,16 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:
         return False
+
+
+def test_words_are_heard_while_a_program_runs(tmp_path):
+    """In their order, once each, and those that are in other words are not taken for them."""
+    programs = folder.Programs(tmp_path, budget.Budget(budget.RESERVE_S + 60, time.monotonic()))
+    script = "echo warmup run >&2; sleep 0.2; echo run 1/2 >&2; until [ -e go ]; do sleep 0.02; done; echo run 2/2 >&2; sleep 0.2"
+    heard = []
+    calls = {"run 1/": lambda: (heard.append(1), (tmp_path / "go").touch()), "run 2/": lambda: heard.append(2)}
+    programs.run(["sh", "-c", script], heard=calls)
+    assert heard == [1, 2]
 
 
 # One ends what it has started in a group of its own when it is asked to end; the other does not hear.
