@@ -47,8 +47,20 @@ def shown(ratio: dict) -> str:
     )
 
 
-def against(ratio: dict, least: float) -> str:
+def against(ratio: dict, least: float, cache: dict) -> str:
+    """A cache that was off meets nothing."""
+    if cache["is_off"]:
+        return f"; says nothing of {least}, which is hoped for: the cache was off"
     return f"; {'met' if ratio['median'] >= least else 'MISSED'}: {least} is hoped for"
+
+
+def shown_cache(cache: dict) -> str:
+    hits = "no hits" if cache["hit_rate"] is None else f"{cache['hit_rate']:.1%} hits"
+    return f"{cache['mib']} MiB, {hits}{': held back or OFF' if cache['is_off'] else ''}"
+
+
+def words_of(cache: dict) -> str:
+    return f"; it says: {cache['says'][0]}" if cache["says"] else ""
 
 
 def of_conformance(result: dict) -> list[str]:
@@ -121,20 +133,19 @@ def of_cache(result: dict) -> list[str]:
             lines.append(f"{share} of the experts: skipped: {found['skipped']}")
             continue
         cache = found["cache"]
-        hits = "no hits" if cache["hit_rate"] is None else f"{cache['hit_rate']:.1%} hits"
-        hits += ": held back or OFF" if cache["is_off"] else ""
-        said = f"; it says: {cache['says'][0]}" if cache["says"] else ""
-        ours, other = f"cache ({cache['mib']} MiB, {hits})", f"--n-cpu-moe {found['n_cpu_moe']} ({found['mib']} MiB)"
-        lines.append(f"{share} of the experts, {ours} / {other}: {shown(found['to whole layers'])} tokens/s{said}")
+        ours, other = f"cache ({shown_cache(cache)})", f"--n-cpu-moe {found['n_cpu_moe']} ({found['mib']} MiB)"
+        lines.append(f"{share} of the experts, {ours} / {other}: {shown(found['to whole layers'])} tokens/s{words_of(cache)}")
         if "to all on the CPU" in found:
-            lines[-1] += against(found["to whole layers"], LEAST_DECODE)
+            lines[-1] += against(found["to whole layers"], LEAST_DECODE, cache)
             lines.append(f"{share} of the experts, cache / --cpu-moe: {shown(found['to all on the CPU'])} tokens/s")
     return lines
 
 
 def of_prompts(result: dict) -> list[str]:
-    what = f"prompt of {result['tokens']} tokens, filled cache ({result['cache']['mib']} MiB) / --cpu-moe"
-    return [f"{what}: {shown(result['prompt'])} tokens/s{against(result['prompt'], LEAST_PROMPT)}"]
+    cache = result["cache"]
+    what = f"prompt of {result['tokens']} tokens, filled cache ({shown_cache(cache)}) / --cpu-moe"
+    bar = against(result["prompt"], LEAST_PROMPT, cache)
+    return [f"{what}: {shown(result['prompt'])} tokens/s{words_of(cache)}{bar}"]
 
 
 def of_copies(result: dict) -> list[str]:

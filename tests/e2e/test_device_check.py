@@ -224,6 +224,44 @@ def test_words_are_heard_while_a_program_runs(tmp_path):
     assert heard == [1, 2]
 
 
+FIRST_CONTEXT = """0.04 W moe-hot: hot cache on RPC0: 2 MiB, 32 slots per layer (32 experts) in 1 layers; nothing is learnt yet
+moe-hot: hot cache: 0 hits, 12 misses, hit rate 0.0 %; 0.0 MiB copied, 0 graphs made
+"""
+STARTS = "moe-hot: hot cache on RPC0: 6 MiB, 16 slots per layer (32 experts) in 6 layers; the profile expects 57.5 % hits\n"
+ENDS = "moe-hot: hot cache: 36 hits, 12 misses, hit rate 75.0 %; 7.1 MiB copied, 27 graphs made\n"
+GIVEN_UP = "moe-hot: hot cache of this model off on RPC0: a layer takes 1041 µs with it and 345 µs without; experts run on the CPU\n"
+OFF_LINES = {
+    "given up": GIVEN_UP,
+    "device lost": "moe-hot: hot cache off on CUDA0: a copy to it failed; experts run on the CPU, answers stay the same\n",
+    "never on": "moe-hot: no hot cache: 1 MiB hold 0 slots per layer\n",
+    "not for these": "moe-hot: hot cache not used for batches of about 1 tokens any more: a layer takes 3 µs with it and 2 µs without\n",
+}
+
+
+def test_the_last_lines_of_a_cache_count():
+    found = speeds.of_cache(FIRST_CONTEXT + STARTS + ENDS)
+    assert not found["is_off"] and (found["mib"], found["slots"]) == (6, 16)
+    assert (found["hit_rate"], found["copied_mib"], found["says"]) == (0.75, 7.1, [])
+
+
+@pytest.mark.parametrize("name", OFF_LINES)
+def test_a_cache_that_was_given_up_is_marked_whatever_its_hits(name):
+    other = "moe-hot: something else\n"
+    found = speeds.of_cache(FIRST_CONTEXT + STARTS + 3 * other + OFF_LINES[name] + ENDS)
+    assert found["is_off"] and found["hit_rate"] == 0.75
+    assert "moe-hot: " + found["says"][0] + "\n" == OFF_LINES[name]
+
+
+@pytest.mark.parametrize("off", [True, False])
+def test_a_cache_that_was_off_in_one_round_meets_no_bar(monkeypatch, tmp_path, off):
+    rounds = [speeds.of_cache(STARTS + (GIVEN_UP if off else "") + ENDS), speeds.of_cache(STARTS + ENDS)]
+    runs = {"cache": [{"prompt": 10.0, **run} for run in rounds], "stock": [{"prompt": 10.0}] * 2}
+    monkeypatch.setattr(speeds, "in_turns", lambda *_: runs)
+    (line,) = report.of_prompts(speeds.prompts(speeds.Bench(folder.Programs(tmp_path, None), None, models.LARGE, "RPC0", [], 0), None))
+    assert ("OFF" in line and "the cache was off" in line and GIVEN_UP.strip()[9:] in line) == off
+    assert ("met: 0.98" in line) != off and "75.0% hits" in line
+
+
 # One ends what it has started in a group of its own when it is asked to end; the other does not hear.
 STARTERS = {
     "ends its own": "trap 'kill -9 $!; exit 1' TERM; setsid sleep 100 & echo $! >child; wait",
