@@ -209,7 +209,7 @@ def run(args: argparse.Namespace, work: Path, budget: Budget) -> dict:
     return {
         "schema": SCHEMA,
         "date": datetime.date.today().isoformat(),
-        "command": " ".join(["scripts/device-check", *(f"{word}" for word in sys.argv[1:] if not word.startswith("/"))]),
+        "command": report.shown_command(sys.argv[1:]),
         "minutes": args.minutes,
         "guard": not args.no_guard,
         "seconds": round(budget.spent_s, 1),
