@@ -1,9 +1,12 @@
 """scripts/device-check, the whole of it, on a device behind an RPC server; and what it is made of. Figures mean nothing here."""
 
+import importlib.util
+import io
 import json
 import os
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 
@@ -310,6 +313,64 @@ def test_a_cache_that_was_off_in_one_round_meets_no_bar(monkeypatch, tmp_path, o
     (line,) = report.of_prompts(speeds.prompts(speeds.Bench(folder.Programs(tmp_path, None), None, models.LARGE, "RPC0", [], 0), None))
     assert ("OFF" in line and "the cache was off" in line and GIVEN_UP.strip()[9:] in line) == off
     assert ("met: 0.98" in line) != off and "75.0% hits" in line
+
+
+def small_pack(here: Path, says: str) -> None:
+    """A pack whose check only says that."""
+    content = f"def main(begin):\n    print({says!r}, __file__)\n    return 0\n".encode()
+    with tarfile.open(here / "pack.tar.xz", "w:xz") as archive:
+        for name, inside in (("device/__init__.py", b""), ("device/check.py", content)):
+            member = tarfile.TarInfo(name)
+            member.size = len(inside)
+            archive.addfile(member, io.BytesIO(inside))
+    (here / "device-check").write_text((paths.REPOSITORY / "scripts/device/start.py").read_text())
+
+
+def start(here: Path) -> subprocess.CompletedProcess:
+    return run([sys.executable, here / "device-check"], cwd=here)
+
+
+def test_a_pack_is_unpacked_once_and_older_ones_are_removed(tmp_path):
+    small_pack(tmp_path, "one")
+    first, again = start(tmp_path), start(tmp_path)
+    assert first.stdout == again.stdout and first.stdout.startswith(f"one {tmp_path}/unpacked-"), first.stderr
+    small_pack(tmp_path, "two")
+    assert start(tmp_path).stdout.startswith(f"two {tmp_path}/unpacked-")
+    assert len(list(tmp_path.glob("unpacked-*"))) == 1
+
+
+def test_a_folder_that_cannot_be_written_is_no_hindrance(monkeypatch, capsys, tmp_path):
+    """Whatever the reason; where nothing can be unpacked anywhere, one line says so."""
+    small_pack(tmp_path, "elsewhere")
+    spec = importlib.util.spec_from_file_location("start", paths.REPOSITORY / "scripts/device/start.py")
+    starter = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(starter)
+    monkeypatch.setattr(starter, "PACK", tmp_path / "pack.tar.xz")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name in [name for name in sys.modules if name.split(".")[0] == "device"]:
+        monkeypatch.delitem(sys.modules, name)
+    really = starter.unpacked
+
+    def full(into: Path) -> Path:
+        if into == tmp_path or fails_everywhere:
+            raise OSError(28, "No space left on device")
+        return really(into)
+
+    monkeypatch.setattr(starter, "unpacked", full)
+    fails_everywhere = True
+    assert starter.main() == 2
+    said = capsys.readouterr().err
+    assert said.count("No space left on device") == 2 and len(said.splitlines()) == 1
+    fails_everywhere = False
+    assert starter.main() == 0
+    assert "elsewhere" in capsys.readouterr().out and not list(tmp_path.glob("unpacked-*"))
+
+
+def test_a_pack_that_was_not_copied_whole_is_refused(tmp_path):
+    small_pack(tmp_path, "one")
+    (tmp_path / "pack.tar.xz").write_bytes((tmp_path / "pack.tar.xz").read_bytes()[:100])
+    done = start(tmp_path)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "a whole copy" in done.stderr
 
 
 # One ends what it has started in a group of its own when it is asked to end; the other does not hear.
