@@ -99,7 +99,8 @@ def arguments() -> argparse.Namespace:
     return args
 
 
-def make_model(path: Path, sizes: models.Sizes) -> dict:
+def make_model(path: Path, sizes: models.Sizes, end: float) -> dict:
+    """Until `end`, of time.monotonic."""
     wanted, free = sizes.all_expert_bytes // MIB, shutil.disk_usage(path.parent).free // MIB
     if wanted + SPARE_MIB > free:
         raise Skipped(f"the model takes {wanted} MiB; {free} MiB are free: give fewer --layers, or another folder by TMPDIR")
@@ -108,7 +109,11 @@ def make_model(path: Path, sizes: models.Sizes) -> dict:
             f"the model takes {wanted} MiB; this machine has {machine.memory_mib()} MiB of memory: give fewer --layers"
         )
     begin = time.monotonic()
-    models.write_model(path, sizes)
+    try:
+        models.write_model(path, sizes, end=end)
+    except TimeoutError as error:
+        path.unlink()
+        raise Skipped(f"the model of {wanted} MiB was not whole when the time for it was over: give fewer --layers") from error
     made = {
         "layers": sizes.n_layer,
         "experts": sizes.n_expert,
@@ -164,7 +169,7 @@ def compare(bench: speeds.Bench) -> dict:
 def of_model(check: Check, bench: speeds.Bench, sizes: models.Sizes) -> None:
     """The parts that want the generated model."""
     after = ("routing", "threads", "cache", "prompts", "layers", "overhead", "copies", "compare")
-    if not check.part("model", 0.25, lambda: make_model(bench.model, sizes)):
+    if not check.part("model", 0.25, lambda: make_model(bench.model, sizes, check.budget.part_end)):
         check.skip(after, "there is no model to measure with")
         return
     found: dict[str, Path] = {}

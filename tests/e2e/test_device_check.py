@@ -460,6 +460,14 @@ def test_a_comparison_that_is_refused_throughout_says_why(monkeypatch, tmp_path)
     assert done.parts["compare"]["reason"].count("the whole model takes 20 MiB") == 3
 
 
+def test_a_model_that_takes_too_long_is_not_made(monkeypatch, tmp_path):
+    monkeypatch.setattr(models.Tensor, "write", lambda *_: time.sleep(100))
+    begin = time.monotonic()
+    with pytest.raises(budget.Skipped, match="time for it was over"):
+        device_check.make_model(tmp_path / "m.gguf", models.SMALL, begin + 0.5)
+    assert time.monotonic() - begin < 20 and not list(tmp_path.iterdir())
+
+
 class Clock:
     def __init__(self, monkeypatch):
         self.now = 0.0
