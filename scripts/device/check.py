@@ -125,8 +125,8 @@ def make_model(path: Path, sizes: models.Sizes, end: float) -> dict:
 
 
 def beside_experts_mib(bench: speeds.Bench) -> int:
-    """An estimate of what stock has on the device without any expert: dense weights, keys and values, one layer's experts (those are
-    copied there for a prompt) and what a prompt's tokens need."""
+    """An estimate of what stock has on the device without any expert: dense weights, keys and values, one layer's experts (they
+    are copied there for a prompt) and what a prompt's tokens need."""
     sizes = bench.sizes
     dense = bench.model.stat().st_size - sizes.all_expert_bytes
     context = N_CONTEXT * sizes.n_layer * 2 * sizes.n_head_kv * sizes.head_dim * 2
@@ -135,8 +135,8 @@ def beside_experts_mib(bench: speeds.Bench) -> int:
 
 
 def compare(bench: speeds.Bench) -> dict:
-    """`moe-hot compare` in so much device memory that about a share of the experts fits, by MiB; its own files say the rest. All of
-    them would be the whole model, which it refuses."""
+    """`moe-hot compare` in so much device memory that about a share of the experts fits, by MiB; its own files say the rest. All
+    of them would be the whole model, which it refuses."""
     command = [BIN / "moe-hot", "compare"]
     try:
         bench.programs.run([*command, "--help"])
@@ -169,7 +169,7 @@ def compare(bench: speeds.Bench) -> dict:
 def of_model(check: Check, bench: speeds.Bench, sizes: models.Sizes) -> None:
     """The parts that want the generated model."""
     after = ("routing", "threads", "cache", "prompts", "layers", "overhead", "copies", "compare")
-    if not check.part("model", 0.25, lambda: make_model(bench.model, sizes, check.budget.part_end)):
+    if not check.part("model", 0.4, lambda: make_model(bench.model, sizes, check.budget.part_end)):
         check.skip(after, "there is no model to measure with")
         return
     found: dict[str, Path] = {}

@@ -37,7 +37,7 @@ LIBC = ctypes.CDLL(None)
 
 
 def end_with_parent() -> None:
-    """What is run here ends with this script, however that ends. It is asked to, so that it can end what it has started itself."""
+    """What is run here ends with this script, however that ends. It is asked to, so that it can end what it has started."""
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
@@ -182,7 +182,7 @@ def listen(file: int, awaited: list[tuple[str, Callable[[], None]]]) -> None:
 
 
 def end(child: subprocess.Popen) -> None:
-    """Ends a program that still runs. First it is asked to: `moe-hot compare` has children in groups of their own, and ends them."""
+    """Ends a program that still runs. First it is asked to: `moe-hot compare` has children in groups of their own."""
     if child.returncode is not None:
         return
     with contextlib.suppress(ProcessLookupError):

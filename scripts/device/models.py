@@ -244,8 +244,8 @@ def tensors_of(sizes: Sizes, mix: Mix, seed: int) -> list[Tensor]:
 
 
 def write_model(path: Path, sizes: Sizes, mix: Mix = MIX, seed: int = 1, end: float = math.inf) -> None:
-    """The same bytes from the same seed. As many processes write as there are processors. It raises TimeoutError if it is not done at
-    `end`, of time.monotonic; a small model is written whole."""
+    """The same bytes from the same seed. As many processes write as there are processors. It raises TimeoutError if it is not
+    done at `end`, of time.monotonic; a small model is written whole."""
     tensors = tensors_of(sizes, mix, seed)
     offset = 0
     for tensor in tensors:

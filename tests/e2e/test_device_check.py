@@ -196,7 +196,7 @@ def test_without_time_nothing_counts_as_passed(pack):
     assert all(part["reason"] for part in skipped)
 
 
-# A CUDA driver of which copies can be asked: memory is the host's, and a stream or context that it has not made is refused, as is
+# A CUDA driver of which copies can be asked: memory is the host's, and a stream or context that it has not made is refused, and
 # any device but the second.
 DRIVER = """
 #include <stdint.h>
@@ -206,7 +206,9 @@ static uint64_t begin, end;
 static int locked;
 int cuInit(unsigned flags) { return flags; }
 int cuDeviceGet(int *device, int n) { *device = 10 + n; return n != 1; }
-int cuDeviceGetPCIBusId(char *at, int size, int device) { return size < 13 || !strcpy(at, "0000:0a:00.0") || device != 11; }
+int cuDeviceGetPCIBusId(char *at, int size, int device) {
+    return size < 13 || !strcpy(at, "0000:0a:00.0") || device != 11;
+}
 int cuDevicePrimaryCtxRetain(void **context, int device) { *context = &begin; return device != 11; }
 int cuCtxSetCurrent(void *context) { return context != &begin; }
 int cuStreamCreate(void **stream, unsigned flags) { *stream = &end; return flags != 1; }
@@ -237,7 +239,8 @@ class Programs:
             time.sleep(0.05)
         return json.dumps([{"n_prompt": 0, "samples_ts": [10.0, 8.0] * 3 + [99.0]}]), "", 0
 found = copies.measure(speeds.Bench(Programs(), None, models.SMALL, "CUDA1", [], 99, 1))
-print(json.dumps({"copies": found, "heard": Programs.heard, "nvidia": [machine.nvidia(f"{kind}1") for kind in ("CUDA", "Vulkan")]}))
+said = [machine.nvidia(f"{kind}1") for kind in ("CUDA", "Vulkan")]
+print(json.dumps({"copies": found, "heard": Programs.heard, "nvidia": said}))
 """
 
 
@@ -270,7 +273,8 @@ def is_running(pid: int) -> bool:
 def test_words_are_heard_while_a_program_runs(tmp_path):
     """In their order, once each, and those that are in other words are not taken for them."""
     programs = folder.Programs(tmp_path, budget.Budget(budget.RESERVE_S + 60, time.monotonic()))
-    script = "echo warmup run >&2; sleep 0.2; echo run 1/2 >&2; until [ -e go ]; do sleep 0.02; done; echo run 2/2 >&2; sleep 0.2"
+    before = "echo warmup run >&2; sleep 0.2"
+    script = f"{before}; echo run 1/2 >&2; until [ -e go ]; do sleep 0.02; done; echo run 2/2 >&2; sleep 0.5"
     heard = []
     calls = {"run 1/": lambda: (heard.append(1), (tmp_path / "go").touch()), "run 2/": lambda: heard.append(2)}
     programs.run(["sh", "-c", script], heard=calls)
@@ -310,7 +314,8 @@ def test_a_cache_that_was_off_in_one_round_meets_no_bar(monkeypatch, tmp_path, o
     rounds = [speeds.of_cache(STARTS + (GIVEN_UP if off else "") + ENDS), speeds.of_cache(STARTS + ENDS)]
     runs = {"cache": [{"prompt": 10.0, **run} for run in rounds], "stock": [{"prompt": 10.0}] * 2}
     monkeypatch.setattr(speeds, "in_turns", lambda *_: runs)
-    (line,) = report.of_prompts(speeds.prompts(speeds.Bench(folder.Programs(tmp_path, None), None, models.LARGE, "RPC0", [], 0), None))
+    bench = speeds.Bench(folder.Programs(tmp_path, None), None, models.LARGE, "RPC0", [], 0)
+    (line,) = report.of_prompts(speeds.prompts(bench, None))
     assert ("OFF" in line and "the cache was off" in line and GIVEN_UP.strip()[9:] in line) == off
     assert ("met: 0.98" in line) != off and "75.0% hits" in line
 
