@@ -25,8 +25,9 @@ MINUTES = 8.0
 MIB = 1 << 20
 # What stays free on the disk, and of the memory, beside the model.
 SPARE_MIB = 2048
-# Of the device's memory, for contexts and what a backend takes itself.
-OTHER_MIB = 1024
+# Of `moe-hot compare`: its exit code for what it refuses, and the context of its server.
+REFUSED = 2
+N_CONTEXT = 8192
 SIZES = {"large": models.LARGE, "small": models.SMALL}
 
 
@@ -59,7 +60,9 @@ class Check:
     @property
     def has_failed(self) -> bool:
         failed_rows = self.parts.get("rows", {}).get("result", {}).get("failed_types")
-        return bool(failed_rows) or any(part["status"] == "failed" for part in self.parts.values())
+        compared = self.parts.get("compare", {}).get("result", {}).values()
+        has_failed = any(part["status"] == "failed" for part in self.parts.values())
+        return has_failed or bool(failed_rows) or any("failed" in one for one in compared)
 
 
 def arguments() -> argparse.Namespace:
@@ -96,7 +99,8 @@ def arguments() -> argparse.Namespace:
     return args
 
 
-def make_model(path: Path, sizes: models.Sizes) -> dict:
+def make_model(path: Path, sizes: models.Sizes, end: float) -> dict:
+    """Until `end`, of time.monotonic."""
     wanted, free = sizes.all_expert_bytes // MIB, shutil.disk_usage(path.parent).free // MIB
     if wanted + SPARE_MIB > free:
         raise Skipped(f"the model takes {wanted} MiB; {free} MiB are free: give fewer --layers, or another folder by TMPDIR")
@@ -105,7 +109,11 @@ def make_model(path: Path, sizes: models.Sizes) -> dict:
             f"the model takes {wanted} MiB; this machine has {machine.memory_mib()} MiB of memory: give fewer --layers"
         )
     begin = time.monotonic()
-    models.write_model(path, sizes)
+    try:
+        models.write_model(path, sizes, end=end)
+    except TimeoutError as error:
+        path.unlink()
+        raise Skipped(f"the model of {wanted} MiB was not whole when the time for it was over: give fewer --layers") from error
     made = {
         "layers": sizes.n_layer,
         "experts": sizes.n_expert,
@@ -116,45 +124,52 @@ def make_model(path: Path, sizes: models.Sizes) -> dict:
     return made | shape | {"routing": dataclasses.asdict(models.MIX), "seconds": time.monotonic() - begin}
 
 
+def beside_experts_mib(bench: speeds.Bench) -> int:
+    """An estimate of what stock has on the device without any expert: dense weights, keys and values, one layer's experts (they
+    are copied there for a prompt) and what a prompt's tokens need."""
+    sizes = bench.sizes
+    dense = bench.model.stat().st_size - sizes.all_expert_bytes
+    context = N_CONTEXT * sizes.n_layer * 2 * sizes.n_head_kv * sizes.head_dim * 2
+    scratch = 16 * speeds.N_PROMPT * sizes.n_embd * 4
+    return (dense + context + sizes.n_expert * sizes.expert_bytes + scratch) // MIB
+
+
 def compare(bench: speeds.Bench) -> dict:
-    """`moe-hot compare`, with device memory for the dense weights and a share of the experts; its own files say the rest."""
+    """`moe-hot compare` in so much device memory that about a share of the experts fits, by MiB; its own files say the rest. All
+    of them would be the whole model, which it refuses."""
     command = [BIN / "moe-hot", "compare"]
     try:
         bench.programs.run([*command, "--help"])
     except Failed as error:
         raise Skipped("this moe-hot has no such command") from error
-    dense_mib = (bench.model.stat().st_size - bench.sizes.all_expert_bytes) // MIB
-    on_server = ["--rpc", bench.arguments[-1]] if bench.arguments else []
+    same = ["-m", bench.model, "--device", bench.device, "--pp", speeds.N_PROMPT, "--tg", speeds.N_DECODE, "--depth", 0]
+    same += ["--pairs", speeds.LEAST_ROUNDS, "-c", N_CONTEXT]
+    same += ["--threads", bench.threads] if bench.threads else []
+    same += ["--rpc", bench.arguments[-1]] if bench.arguments else []
     found: dict[str, dict] = {}
-    for share in speeds.SHARES:
-        folder = bench.programs.work / f"compare-{share:.0%}"
-        vram = dense_mib + OTHER_MIB + round(share * bench.sizes.all_expert_bytes / MIB)
-        arguments = [
-            "-m",
-            bench.model,
-            "--vram",
-            f"{vram}MiB",
-            "--device",
-            bench.device,
-            *on_server,
-            "--pp",
-            speeds.N_PROMPT,
-        ]
-        arguments += ["--tg", speeds.N_DECODE, "--pairs", speeds.LEAST_ROUNDS, "-o", folder]
+    shares = [share for share in speeds.SHARES if share < 1]
+    for number, share in enumerate(shares):
+        vram = beside_experts_mib(bench) + round(share * bench.sizes.all_expert_bytes / MIB)
+        output = bench.programs.work / f"compare-{vram}"
         try:
-            bench.programs.run([*command, *arguments])
-            found[f"{share:.0%}"] = {"vram_mib": vram, "results": json.loads((folder / "results.json").read_text())}
+            with speeds.narrowed(bench.budget, len(shares) - number):
+                arguments = [*same, "--vram", f"{vram}MiB", "-o", output]
+                bench.programs.run([*command, *arguments], bench.programs.environment(**bench.tests))
+            found[f"{vram} MiB"] = {"results": json.loads((output / "results.json").read_text())}
         except Skipped as reason:
-            found[f"{share:.0%}"] = {"vram_mib": vram, "skipped": str(reason)}
+            found[f"{vram} MiB"] = {"skipped": str(reason)}
+        except Failed as failure:
+            refused = failure.code == REFUSED
+            found[f"{vram} MiB"] = {"skipped": failure.last_line} if refused else {"failed": str(failure)}
     if all("skipped" in one for one in found.values()):
-        raise Skipped(next(iter(found.values()))["skipped"])
+        raise Skipped("; ".join(f"{vram}: {one['skipped']}" for vram, one in found.items()))
     return found
 
 
 def of_model(check: Check, bench: speeds.Bench, sizes: models.Sizes) -> None:
     """The parts that want the generated model."""
     after = ("routing", "threads", "cache", "prompts", "layers", "overhead", "copies", "compare")
-    if not check.part("model", 0.25, lambda: make_model(bench.model, sizes)):
+    if not check.part("model", 0.4, lambda: make_model(bench.model, sizes, check.budget.part_end)):
         check.skip(after, "there is no model to measure with")
         return
     found: dict[str, Path] = {}
@@ -199,7 +214,7 @@ def run(args: argparse.Namespace, work: Path, budget: Budget) -> dict:
     return {
         "schema": SCHEMA,
         "date": datetime.date.today().isoformat(),
-        "command": " ".join(["scripts/device-check", *(f"{word}" for word in sys.argv[1:] if not word.startswith("/"))]),
+        "command": report.shown_command(sys.argv[1:]),
         "minutes": args.minutes,
         "guard": not args.no_guard,
         "seconds": round(budget.spent_s, 1),

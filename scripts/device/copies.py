@@ -1,7 +1,10 @@
 """How fast experts get to the GPU from page-locked and from pageable memory, alone and beside a CPU that reads its own experts;
-and what those copies take from it. Through the CUDA driver, as the plugin's copy engine does it."""
+and what those copies take from it. Through the CUDA driver, as the plugin's copy engine does it.
+
+One run of llama-bench decodes several times: copies run during every second time, and during no load or start."""
 
 import ctypes
+import json
 import statistics
 import threading
 import time
@@ -9,7 +12,8 @@ from dataclasses import replace
 
 from device.budget import Skipped
 from device.folder import Failed
-from device.speeds import CPU_MOE, Bench, speeds
+from device.machine import ordinal
+from device.speeds import CPU_MOE, Bench
 
 BLOCKS = 8
 ALONE_S = 2.0
@@ -21,14 +25,14 @@ MB = 1e6
 class Driver:
     """The driver's functions that are used here, each answer checked."""
 
-    def __init__(self):
+    def __init__(self, number: int):
         try:
             self.library = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
             raise Skipped("there is no CUDA driver") from error
         self("cuInit", 0)
         device, context = ctypes.c_int(), ctypes.c_void_p()
-        self("cuDeviceGet", ctypes.byref(device), 0)
+        self("cuDeviceGet", ctypes.byref(device), number)
         self("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
         self("cuCtxSetCurrent", context)
         self.context = context
@@ -71,37 +75,52 @@ class Copies:
 
 
 def can_be_measured(device: str) -> bool:
-    return device.startswith("CUDA")
+    return ordinal(device) is not None
+
+
+class Beside:
+    """Copies while something else runs, from `begin` to `end`, as often as wanted."""
+
+    def __init__(self, copies: Copies, most_s: float):
+        self.copies, self.most_s = copies, most_s
+        self.bytes_per_s: list[float] = []
+        self.thread: threading.Thread | None = None
+
+    def begin(self) -> None:
+        self.stop = threading.Event()
+        self.thread = threading.Thread(target=lambda: self.bytes_per_s.append(self.copies.run(self.most_s, self.stop)))
+        self.thread.start()
+
+    def end(self) -> None:
+        if self.thread:
+            self.stop.set()
+            self.thread.join()
+            self.thread = None
 
 
 def measure(bench: Bench) -> dict:
-    driver = Driver()
+    driver = Driver(ordinal(bench.device))
     block_bytes = bench.sizes.expert_bytes
     pinned, pageable = (Copies(driver, block_bytes, page_locked) for page_locked in (True, False))
     alone = {"page-locked": pinned.run(ALONE_S) / MB, "pageable": pageable.run(ALONE_S) / MB}
 
-    # All on the CPU: nothing else is on the bus.
-    command = replace(bench, n_gpu_layers=0).command(*CPU_MOE, "-p", 0, "-n", N_DECODE, "-r", 1)
-
-    def decode() -> float:
-        return speeds(bench.programs.run(command)[0])["decode"]
-
-    quiet, beside, beside_mb = [], [], []
-    for _ in range(ROUNDS):
-        quiet.append(decode())
-        stop, found = threading.Event(), []
-        copier = threading.Thread(target=lambda stop=stop, found=found: found.append(pinned.run(bench.budget.left_s, stop)))
-        copier.start()
-        try:
-            beside.append(decode())
-        finally:
-            stop.set()
-            copier.join()
-        beside_mb += [bytes_per_s / MB for bytes_per_s in found]
+    # All on the CPU: nothing else is on the bus. The last time only shows the end of the one before.
+    command = replace(bench, n_gpu_layers=0).command(*CPU_MOE, "-p", 0, "-n", N_DECODE, "-r", 2 * ROUNDS + 1, "--progress")
+    copier = Beside(pinned, bench.budget.left_s)
+    heard = {}
+    for number in range(2, 2 * ROUNDS + 1, 2):
+        heard |= {f"generation run {number}/": copier.begin, f"generation run {number + 1}/": copier.end}
+    try:
+        (row,) = json.loads(bench.programs.run(command, heard=heard)[0])
+    finally:
+        copier.end()
+    if len(copier.bytes_per_s) != ROUNDS:
+        raise Failed(f"copies beside the CPU ran {len(copier.bytes_per_s)} times; expected {ROUNDS}")
+    quiet, beside = row["samples_ts"][: 2 * ROUNDS : 2], row["samples_ts"][1 : 2 * ROUNDS : 2]
     return {
         "block_bytes": block_bytes,
         "alone_mb_per_s": alone,
-        "beside_the_cpu_mb_per_s": statistics.median(beside_mb),
+        "beside_the_cpu_mb_per_s": statistics.median(copier.bytes_per_s) / MB,
         "decode": {"without copies": statistics.median(quiet), "beside copies": statistics.median(beside)},
         "decode_kept": statistics.median(b / a for a, b in zip(quiet, beside, strict=True)),
     }

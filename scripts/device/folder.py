@@ -1,6 +1,7 @@
 """The packed folder: where its programs are, and how they are run: nothing of ours or of llama.cpp's in their environment but what
 a run is given, and a deadline for each."""
 
+import contextlib
 import ctypes
 import glob
 import os
@@ -11,8 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from device.budget import Budget, Skipped
@@ -30,17 +30,23 @@ NOT_INHERITED = ("GGML_", "LLAMA_", "MOE_HOT_", "MOE_PROBE_", "FAKE_")
 # Which Vulkan device is used is the machine's business.
 INHERITED = ("GGML_VK_VISIBLE_DEVICES",)
 SERVER_START_S = 20
+# How long a program may take to end when it is asked to.
+END_S = 10
 PR_SET_PDEATHSIG = 1
 LIBC = ctypes.CDLL(None)
 
 
 def end_with_parent() -> None:
-    """What is run here ends with this script, however that ends."""
-    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    """What is run here ends with this script, however that ends. It is asked to, so that it can end what it has started."""
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 class Failed(Exception):
-    """A program ended otherwise than it should."""
+    """A program ended otherwise than it should: with which exit code, and what its last line says."""
+
+    def __init__(self, words: str, code: int | None = None, last_line: str = ""):
+        super().__init__(words)
+        self.code, self.last_line = code, last_line
 
 
 def folders_with_cuda() -> list[str]:
@@ -108,11 +114,16 @@ class Programs:
         return self.base | {name: str(value) for name, value in extra.items()}
 
     def run(
-        self, command: list, environment: dict[str, str] | None = None, accepts: tuple[int, ...] = (0,)
+        self,
+        command: list,
+        environment: dict[str, str] | None = None,
+        accepts: tuple[int, ...] = (0,),
+        heard: dict[str, Callable[[], None]] | None = None,
     ) -> tuple[str, str, int]:
         """Runs a command to its end and returns its output, its errors, and the most memory that it had, in bytes. It is
-        ended when there is no time left."""
+        ended when there is no time left. `heard`: what to call, in this order, as soon as its errors have such words."""
         words = [str(word) for word in command]
+        awaited = list((heard or {}).items())
         with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
             child = subprocess.Popen(
                 words,
@@ -124,31 +135,37 @@ class Programs:
                 start_new_session=True,
                 preexec_fn=end_with_parent,
             )
-            memory = self._wait(child, words)
+            try:
+                memory = self._wait(child, words, lambda: listen(errors.fileno(), awaited))
+            finally:
+                end(child)
             for file in (output, errors):
                 file.seek(0)
             said = errors.read()
             if child.returncode not in accepts:
-                raise Failed(f"exit code {child.returncode}: {below(words)}: {last_words(said)}")
+                last_line = next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "")
+                raise Failed(
+                    f"exit code {child.returncode}: {below(words)}: {last_words(said)}", child.returncode, last_line
+                )
             return output.read(), said, memory
 
-    def _wait(self, child: subprocess.Popen, words: list[str]) -> int:
+    def _wait(self, child: subprocess.Popen, words: list[str], listen: Callable[[], None]) -> int:
         ended = 0
         while not ended:
+            listen()
             ended, status, usage = os.wait4(child.pid, os.WNOHANG)
             if ended:
                 child.returncode = os.waitstatus_to_exitcode(status)
                 return usage.ru_maxrss * 1024
             if self.budget.left_s <= 0:
-                os.killpg(child.pid, signal.SIGKILL)
-                child.wait()
+                end(child)
                 if self.rpc_server:
                     self.rpc_server.restart()
                 raise Skipped(f"{Path(words[0]).name} was still running when the time for it was over")
             time.sleep(0.01)
         return 0
 
-    @contextmanager
+    @contextlib.contextmanager
     def server(self, n_threads: int) -> Iterator[str]:
         """An RPC server that computes on this machine's processor."""
         self.rpc_server = RpcServer(self.work, self.base, n_threads)
@@ -156,6 +173,25 @@ class Programs:
             yield self.rpc_server.endpoint
         finally:
             self.rpc_server.stop()
+
+
+def listen(file: int, awaited: list[tuple[str, Callable[[], None]]]) -> None:
+    """Calls what the next words are awaited for, once they are there."""
+    if awaited and awaited[0][0].encode() in os.pread(file, os.fstat(file).st_size, 0):
+        awaited.pop(0)[1]()
+
+
+def end(child: subprocess.Popen) -> None:
+    """Ends a program that still runs. First it is asked to: `moe-hot compare` has children in groups of their own."""
+    if child.returncode is not None:
+        return
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        child.wait(END_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
 
 
 class RpcServer:

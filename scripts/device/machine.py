@@ -1,5 +1,6 @@
 """What this machine is: processor, memory, GPU and driver; nothing that tells whose it is."""
 
+import ctypes
 import os
 import platform
 import re
@@ -58,10 +59,34 @@ def memory_mib() -> int:
     return int(kib) // 1024
 
 
-def nvidia() -> dict[str, str] | None:
-    if not shutil.which("nvidia-smi"):
+def ordinal(device: str) -> int | None:
+    """Of a CUDA device, as the driver counts: CUDA1 is the second one that it shows. None for all others."""
+    found = re.fullmatch(r"CUDA(\d+)", device)
+    return int(found[1]) if found else None
+
+
+def bus_id(number: int) -> str | None:
+    """Where that one is: nvidia-smi counts otherwise, all of them in the order of the bus."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
         return None
-    command = ["nvidia-smi", f"--query-gpu={','.join(NVIDIA_FIELDS)}", "--format=csv,noheader"]
+    device, name = ctypes.c_int(), ctypes.create_string_buffer(32)
+    calls = (
+        lambda: driver.cuInit(0),
+        lambda: driver.cuDeviceGet(ctypes.byref(device), number),
+        lambda: driver.cuDeviceGetPCIBusId(name, len(name), device),
+    )
+    return name.value.decode() if all(call() == 0 for call in calls) else None
+
+
+def nvidia(device: str) -> dict[str, str] | None:
+    """What nvidia-smi says of that device; nothing of a device that is not CUDA's."""
+    number = ordinal(device)
+    at = bus_id(number) if number is not None and shutil.which("nvidia-smi") else None
+    if at is None:
+        return None
+    command = ["nvidia-smi", "-i", at, f"--query-gpu={','.join(NVIDIA_FIELDS)}", "--format=csv,noheader"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0 or not done.stdout.strip():
         return None
@@ -77,7 +102,7 @@ def about(programs: Programs, device: Device) -> dict:
         "memory_mib": memory_mib(),
         "system": f"{platform.system()} {platform.release()}",
         "device": asdict(device),
-        "nvidia": nvidia(),
+        "nvidia": nvidia(device.name),
         "llama_cpp": next((line for line in (version + said).splitlines() if "version" in line), "unknown"),
         "moe_hot": ours.splitlines()[0],
     }

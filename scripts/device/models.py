@@ -18,6 +18,7 @@ import multiprocessing
 import os
 import random
 import struct
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -242,8 +243,9 @@ def tensors_of(sizes: Sizes, mix: Mix, seed: int) -> list[Tensor]:
     return tensors
 
 
-def write_model(path: Path, sizes: Sizes, mix: Mix = MIX, seed: int = 1) -> None:
-    """The same bytes from the same seed. As many processes write as there are processors."""
+def write_model(path: Path, sizes: Sizes, mix: Mix = MIX, seed: int = 1, end: float = math.inf) -> None:
+    """The same bytes from the same seed. As many processes write as there are processors. It raises TimeoutError if it is not
+    done at `end`, of time.monotonic; a small model is written whole."""
     tensors = tensors_of(sizes, mix, seed)
     offset = 0
     for tensor in tensors:
@@ -265,7 +267,11 @@ def write_model(path: Path, sizes: Sizes, mix: Mix = MIX, seed: int = 1) -> None
         else:
             # The file's number is the same in processes that are forked.
             with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:
-                pool.map(_write, jobs, chunksize=1)
+                written = pool.map_async(_write, jobs, chunksize=1)
+                written.wait(None if end == math.inf else max(0, end - time.monotonic()))
+                if not written.ready():
+                    raise TimeoutError
+                written.get()
     finally:
         os.close(file)
 

@@ -3,16 +3,32 @@
 import contextlib
 import getpass
 import json
+import os
+import pwd
 import re
 import socket
+import tempfile
 from pathlib import Path
 
+from device.folder import ROOT
 from device.speeds import LEAST_DECODE, LEAST_PROMPT
 
 ADDRESS = re.compile(
     r"\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b|\b(?:[0-9a-fA-F]{2}:){5}[0-9a-fA-F]{2}\b|\b[\w.+-]+@[\w-]+\.[\w.]+\b"
 )
-FOLDERS = re.compile(r"(?<![\w.])~?(?:/[\w.+@-]+){1,}/?")
+GROUPS = r"[0-9a-fA-F]{1,4}(?::[0-9a-fA-F]{1,4})"
+ADDRESS_V6 = re.compile(
+    rf"\[?(?<![\w:])(?:{GROUPS}{{7}}(?!\w|:[\w:])|{GROUPS}*::(?:{GROUPS}*)?|::{GROUPS}*)(?:%\w+)?(?:\](?::\d+)?)?"
+)
+# Where a path begins: not within words such as tokens/s, but after a dot, and at home.
+PATH = r"(?<![\w./~)])(?:~[\w.-]*|\.{1,2})?/(?=\S)"
+# One in quotes; one that is all there is; any other goes up to a blank, or further where a few words are followed by a slash.
+QUOTED = re.compile(rf"""(["'`]){PATH}.*?\1""")
+WHOLE = re.compile(rf"^{PATH}(?!.* -)[^:\n]*$")
+LETTER = r"""(?:\\.|[^\s"'`:;\\])"""
+FOLDERS = re.compile(rf"{PATH}{LETTER}*(?:(?: (?![-/])(?:(?!/){LETTER})+){{1,4}}/{LETTER}*)*")
+# Words of ours that a name of someone could be.
+OWN_WORDS = ("root", "localhost", "done", "skipped", "failed")
 SHORTEST_NAME = 3
 
 
@@ -47,8 +63,20 @@ def shown(ratio: dict) -> str:
     )
 
 
-def against(ratio: dict, least: float) -> str:
+def against(ratio: dict, least: float, cache: dict) -> str:
+    """A cache that was off meets nothing."""
+    if cache["is_off"]:
+        return f"; says nothing of {least}, which is hoped for: the cache was off"
     return f"; {'met' if ratio['median'] >= least else 'MISSED'}: {least} is hoped for"
+
+
+def shown_cache(cache: dict) -> str:
+    hits = "no hits" if cache["hit_rate"] is None else f"{cache['hit_rate']:.1%} hits"
+    return f"{cache['mib']} MiB, {hits}{': held back or OFF' if cache['is_off'] else ''}"
+
+
+def words_of(cache: dict) -> str:
+    return f"; it says: {cache['says'][0]}" if cache["says"] else ""
 
 
 def of_conformance(result: dict) -> list[str]:
@@ -121,20 +149,19 @@ def of_cache(result: dict) -> list[str]:
             lines.append(f"{share} of the experts: skipped: {found['skipped']}")
             continue
         cache = found["cache"]
-        hits = "no hits" if cache["hit_rate"] is None else f"{cache['hit_rate']:.1%} hits"
-        hits += ": held back or OFF" if cache["is_off"] else ""
-        said = f"; it says: {cache['says'][0]}" if cache["says"] else ""
-        ours, other = f"cache ({cache['mib']} MiB, {hits})", f"--n-cpu-moe {found['n_cpu_moe']} ({found['mib']} MiB)"
-        lines.append(f"{share} of the experts, {ours} / {other}: {shown(found['to whole layers'])} tokens/s{said}")
+        ours, other = f"cache ({shown_cache(cache)})", f"--n-cpu-moe {found['n_cpu_moe']} ({found['mib']} MiB)"
+        lines.append(f"{share} of the experts, {ours} / {other}: {shown(found['to whole layers'])} tokens/s{words_of(cache)}")
         if "to all on the CPU" in found:
-            lines[-1] += against(found["to whole layers"], LEAST_DECODE)
+            lines[-1] += against(found["to whole layers"], LEAST_DECODE, cache)
             lines.append(f"{share} of the experts, cache / --cpu-moe: {shown(found['to all on the CPU'])} tokens/s")
     return lines
 
 
 def of_prompts(result: dict) -> list[str]:
-    what = f"prompt of {result['tokens']} tokens, filled cache ({result['cache']['mib']} MiB) / --cpu-moe"
-    return [f"{what}: {shown(result['prompt'])} tokens/s{against(result['prompt'], LEAST_PROMPT)}"]
+    cache = result["cache"]
+    what = f"prompt of {result['tokens']} tokens, filled cache ({shown_cache(cache)}) / --cpu-moe"
+    bar = against(result["prompt"], LEAST_PROMPT, cache)
+    return [f"{what}: {shown(result['prompt'])} tokens/s{words_of(cache)}{bar}"]
 
 
 def of_copies(result: dict) -> list[str]:
@@ -149,10 +176,11 @@ def of_copies(result: dict) -> list[str]:
 
 def of_compare(result: dict) -> list[str]:
     """What it found is in results.json."""
-    return [
-        f"{share} of the experts, {found['vram_mib']} MiB: {found.get('skipped', 'done, see results.json')}"
-        for share, found in result.items()
-    ]
+    lines = []
+    for vram, found in result.items():
+        failed = f"FAILED: {found['failed']}" if "failed" in found else "done, see results.json"
+        lines.append(f"--vram {vram}: " + (f"skipped: {found['skipped']}" if "skipped" in found else failed))
+    return lines
 
 
 WORDS = {
@@ -171,28 +199,54 @@ WORDS = {
 
 
 def names_of_owner() -> list[str]:
-    """The machine's names and the user's. Short ones are left: they would be found within words."""
-    names = {socket.gethostname(), socket.gethostname().split(".")[0], socket.getfqdn()}
-    with contextlib.suppress(KeyError, OSError):
-        names.add(getpass.getuser())
-    names.add(Path.home().name)
-    return sorted(
-        (name for name in names if len(name) >= SHORTEST_NAME and name not in ("root", "localhost")), key=len, reverse=True
-    )
+    """The machine's names and the user's, also of one who uses sudo. Short ones are left: they would be found within words."""
+    names = {socket.gethostname(), socket.gethostname().split(".")[0], socket.getfqdn(), Path.home().name}
+    names |= {os.environ.get(variable, "") for variable in ("SUDO_USER", "USER", "LOGNAME")}
+    for found in (getpass.getuser, lambda: Path.cwd().owner()):
+        with contextlib.suppress(KeyError, OSError):
+            names.add(found())
+    return sorted((name for name in names if len(name) >= SHORTEST_NAME and name not in OWN_WORDS), key=len, reverse=True)
+
+
+def folders_of_owner() -> list[str]:
+    """Folders that are known, so that blanks in them do no harm; the longest first."""
+    folders = {Path.home(), Path.cwd(), Path(tempfile.gettempdir()), ROOT}
+    with contextlib.suppress(KeyError):
+        folders.add(Path(pwd.getpwnam(os.environ.get("SUDO_USER", "")).pw_dir))
+    return sorted((str(folder) for folder in folders if len(folder.parts) > 1), key=len, reverse=True)
 
 
 def without_personal_data(value):
-    """The same without folders, addresses, and names of machine and user."""
-    if isinstance(value, dict):
-        return {without_personal_data(key): without_personal_data(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [without_personal_data(inner) for inner in value]
-    if not isinstance(value, str):
-        return value
-    text = ADDRESS.sub("(address)", FOLDERS.sub("(path)", value))
-    for name in names_of_owner():
-        text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", "(name)", text, flags=re.IGNORECASE)
+    """The same without folders, addresses, and names of machine and user. Keys are this script's own and stay."""
+    folders, names = folders_of_owner(), names_of_owner()
+
+    def clean(inner):
+        if isinstance(inner, dict):
+            return {key: clean(of_key) for key, of_key in inner.items()}
+        if isinstance(inner, list):
+            return [clean(one) for one in inner]
+        return cleaned(inner, folders, names) if isinstance(inner, str) else inner
+
+    return clean(value)
+
+
+def cleaned(text: str, folders: list[str], names: list[str]) -> str:
+    for pattern in (QUOTED, WHOLE):
+        text = pattern.sub("(path)", text)
+    for folder in folders:
+        # Without blanks it is found as any other.
+        text = re.sub(rf"{re.escape(folder)}(?![\w-])", "/.", text)
+    text = FOLDERS.sub("(path)", text)
+    text = ADDRESS_V6.sub("(address)", ADDRESS.sub("(address)", text))
+    for name in names:
+        text = re.sub(rf"(?<![^\W_]){re.escape(name)}(?![^\W_])", "(name)", text, flags=re.IGNORECASE)
     return text
+
+
+def shown_command(arguments: list[str]) -> str:
+    """Flags and numbers of a command; everything else may be a name or a path."""
+    kept = [re.match(r"--[a-z-]+|-[a-z]|\d+(?:\.\d+)?$", word) for word in arguments]
+    return " ".join(["scripts/device-check", *(word[0] for word in kept if word)])
 
 
 def write_report(path: Path, results: dict) -> None:

@@ -31,8 +31,9 @@ TUNING_TOKENS = 32
 # What is hoped for (decode at half of the experts, against whole layers; prompts, against stock). Missed bars are said beside
 # the figures; they are no failure of this machine.
 LEAST_DECODE, LEAST_PROMPT = 1.2, 0.98
-# A cache with fewer hits than this was held back or given up (src/cache/guard.rs), whatever the speed.
+# A cache with fewer hits than this was held back or given up (src/cache/guard.rs), whatever the speed. So was one that says so.
 LEAST_HITS_PERCENT = 5
+OFF = re.compile(r"hot cache (?:of this model )?off|no hot cache|hot cache not used for batches")
 START = re.compile(r"hot cache on \S+: (\d+) MiB, (\d+) slots per layer \((\d+) experts\) in (\d+) layers")
 END = re.compile(r"hot cache: (\d+) hits, (\d+) misses, hit rate ([\d.]+) %; ([\d.]+) MiB copied")
 
@@ -85,18 +86,26 @@ def speeds(output: str) -> dict[str, float]:
 
 
 def of_cache(said: str) -> dict:
-    """What the plugin says: how much it took, what came of it, and whether it was off."""
+    """What the plugin says: how much it took, what came of it, and whether it was off. The last lines count: llama-bench's first
+    context needs one layer only and decodes nothing."""
     lines = [line.split("moe-hot: ", 1)[1] for line in said.splitlines() if "moe-hot: " in line]
-    start, end = (next((m for m in map(pattern.search, lines) if m), None) for pattern in (START, END))
+    start, end = (next((m for m in map(pattern.search, reversed(lines)) if m), None) for pattern in (START, END))
     others = [line for line in lines if not START.search(line) and not END.search(line)]
+    given_up = [line for line in others if OFF.search(line)]
     return {
         "mib": int(start[1]) if start else 0,
         "slots": int(start[2]) if start else 0,
         "hit_rate": float(end[3]) / 100 if end else None,
-        "is_off": not end or float(end[3]) < LEAST_HITS_PERCENT,
+        "is_off": bool(given_up) or not end or float(end[3]) < LEAST_HITS_PERCENT,
         "copied_mib": float(end[4]) if end else None,
-        "says": others[:3],
+        "says": [*given_up, *(line for line in others if line not in given_up)][:3],
     }
+
+
+def told(rounds: list[dict]) -> dict:
+    """What the cache of one round has said: of the first in which it was off, else of the last."""
+    one = next((run for run in rounds if run["is_off"]), rounds[-1])
+    return {name: one[name] for name in ("mib", "slots", "hit_rate", "is_off", "copied_mib", "says")}
 
 
 def in_turns(budget: Budget, runs: dict[str, Callable[[], dict]], most: int = MOST_ROUNDS) -> dict[str, list[dict]]:
@@ -198,11 +207,10 @@ def cache(bench: Bench, profile: Path) -> dict:
         except Skipped as reason:
             measured[f"{share:.0%}"] = {"skipped": str(reason)}
             continue
-        last = taken["cache"][-1]
         measured[f"{share:.0%}"] = {
             "n_cpu_moe": bench.sizes.n_layer - whole,
             "mib": mib,
-            "cache": {name: last[name] for name in ("mib", "slots", "hit_rate", "is_off", "copied_mib", "says")},
+            "cache": told(taken["cache"]),
             "to whole layers": ratio(taken, "cache", "whole layers", "decode"),
         }
         if share == TELLING:
@@ -236,9 +244,4 @@ def prompts(bench: Bench, profile: Path) -> dict:
         "stock": lambda: bench.stock(*CPU_MOE, *arguments),
     }
     taken = in_turns(bench.budget, runs)
-    last = taken["cache"][-1]
-    return {
-        "prompt": ratio(taken, "cache", "stock", "prompt"),
-        "tokens": N_PROMPT,
-        "cache": {"mib": last["mib"], "says": last["says"]},
-    }
+    return {"prompt": ratio(taken, "cache", "stock", "prompt"), "tokens": N_PROMPT, "cache": told(taken["cache"])}
