@@ -22,6 +22,7 @@ from processes import process, stock_environment, wait_for
 SCHEMA = "moe-hot.compare.v1"
 STOCK = ["cpu-moe", "n-cpu-moe", "fit"]
 OURS = ["hot-fixed", "hot-cold", "hot-profile"]
+COMPILING_S = 1800
 WHOLE_LIMIT_S = 180
 KINDS = {"story": "prose", "code": "code"}
 PROMPT_CHARACTERS = 300
@@ -181,13 +182,15 @@ def assert_page(here: Path) -> None:
     assert not re.search(r"https?:|<script|<link", (here / "out/report.html").read_text())
 
 
+@pytest.mark.full
 def test_a_whole_comparison_on_vulkan(here):
-    """Single tokens and short prompts, since kernels for more compile for minutes: too short to compare logits, which is said."""
+    """Single tokens and short prompts, since kernels for more compile for minutes: too short to compare logits, which is said.
+    Those of dense layers take minutes too, the first time."""
     vulkan.require()
     (here / "prompts.txt").write_text("== story ==\nOnce\n---\nThe house\n---\nShe\n== code ==\ndef\n---\nclass\n---\nfor\n")
     small = changed(changed(SMALL, "--pp", "4"), "--answer", "8")
     device = ["--programs", vulkan.BIN, "--device", vulkan.DEVICE, "--arms", "n-cpu-moe,hot-fixed", *VRAM, *small, "--ubatch-size", "1"]
-    done = compare(here, *device, "-o", "out", variables=vulkan.vulkan_environment(**environment(here), **NO_GUARD))
+    done = compare(here, *device, "-o", "out", variables=vulkan.vulkan_environment(**environment(here), **NO_GUARD), timeout_s=COMPILING_S)
     assert done.code == 0, done
     results = read(here)
     assert_whole(here, results, ["n-cpu-moe", "hot-fixed"], exact=False)
