@@ -66,8 +66,8 @@ def test_every_command_is_known():
         "target/release/moe-hot llama-server -m model.gguf --moe-layer-perf-out experts.json",
         "target/release/moe-hot llama-server -m model.gguf --moe-hot-cache experts.json",
         ". build/vulkan/env",
-        "MOE_HOT_TEST_NO_GUARD=1 target/release/moe-hot build/vulkan/bin/llama-completion -m tests/models/moe-small.gguf "
-        '-no-cnv -t 1 -ngl 0 -p "The house" -n 1000 --ignore-eos --moe-hot-cache auto',
+        "MOE_HOT_TEST_NO_GUARD=1 MOE_HOT_TEST_WAIT=1 target/release/moe-hot build/vulkan/bin/llama-completion -m tests/models/moe-small.gguf "
+        '-no-cnv -t 1 -ngl 0 -p "The house" -n 300 --ignore-eos --moe-hot-cache auto',
         "build/stock/bin/ggml-rpc-server -d CPU -p 50052 &",
         "target/release/moe-hot llama-server -m tests/models/moe-small.gguf --rpc 127.0.0.1:50052 "
         "--moe-hot-cache auto --moe-hot-cache-device RPC0",
