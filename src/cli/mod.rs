@@ -21,6 +21,7 @@ mod model;
 mod native;
 mod output;
 mod own_files;
+mod page;
 mod placement;
 mod plan;
 mod program;

@@ -4,12 +4,12 @@ use super::bars::{Bar, OURS, STOCK, svg};
 use super::store::Results;
 use super::summary::{Measure, Summary};
 use super::table::{arm_rows, facts, measure_rows, notes, title, tuning_rows};
+use crate::cli::page;
 use anyhow::Result;
-use maud::{DOCTYPE, Markup, PreEscaped, html};
+use maud::{Markup, PreEscaped, html};
 use plotters::style::RGBColor;
 
-const STYLE: &str = include_str!("../report/style.css");
-/// What the report of a profile has not.
+/// What other pages have not.
 const MORE_STYLE: &str = "td:first-child, th:first-child { text-align: left; } code { overflow-wrap: anywhere; }";
 
 /// The whole page.
@@ -19,39 +19,24 @@ pub fn page(results: &Results, summary: &Summary) -> Result<String> {
     let of = |workload: &str| -> Result<Vec<Markup>> {
         summary.measures.iter().filter(|measure| measure.workload == workload).map(figure).collect()
     };
-    let page = html! {
-        (DOCTYPE)
-        html lang="en" {
-            head {
-                meta charset="utf-8";
-                meta name="viewport" content="width=device-width, initial-scale=1";
-                meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'";
-                title { (heading) }
-                style { (PreEscaped(STYLE)) (PreEscaped(MORE_STYLE)) }
-            }
-            body {
-                main {
-                    h1 { (heading) }
-                    dl { @for (name, value) in facts(results, summary) { dt { (name) } dd { (value) } } }
-                    figure {
-                        h2 { "Memory, hits, answers" }
-                        (table(&arm_rows(summary)))
-                        ul { @for note in notes(results, summary) { li { (note.replace("**", "")) } } }
-                    }
-                    h2 { "Prompts through llama-server" }
-                    div.two { @for one in of("server")? { (one) } }
-                    h2 { "llama-bench" }
-                    div.two { @for one in of("llama-bench")? { (one) } }
-                    figure {
-                        h2 { "How stock was tuned" }
-                        (table(&tuning_rows(results)))
-                    }
-                    (commands(results))
-                }
-            }
+    let content = html! {
+        dl { @for (name, value) in facts(results, summary) { dt { (name) } dd { (value) } } }
+        figure {
+            h2 { "Memory, hits, answers" }
+            (table(&arm_rows(summary)))
+            ul { @for note in notes(results, summary) { li { (note.replace("**", "")) } } }
         }
+        h2 { "Prompts through llama-server" }
+        div.two { @for one in of("server")? { (one) } }
+        h2 { "llama-bench" }
+        div.two { @for one in of("llama-bench")? { (one) } }
+        figure {
+            h2 { "How stock was tuned" }
+            (table(&tuning_rows(results)))
+        }
+        (commands(results))
     };
-    Ok(page.into_string())
+    Ok(page::page(&heading, MORE_STYLE, &content))
 }
 
 fn figure(measure: &Measure) -> Result<Markup> {

@@ -4,42 +4,27 @@ use super::curves::{COLOURS, Plot};
 use super::figures::{Figures, HitRates, INSERTS, LAG};
 use super::heat;
 use crate::cli::output::percent;
+use crate::cli::page;
 use crate::cli::size::show;
 use crate::profile::RecordedProfile;
 use crate::units::Bytes;
 use anyhow::Result;
-use maud::{DOCTYPE, Markup, PreEscaped, html};
+use maud::{Markup, PreEscaped, html};
 
 const GIB: f64 = (1u64 << 30) as f64;
-const STYLE: &str = include_str!("style.css");
 
 /// The whole page.
 pub fn page(figures: &Figures, profile: &RecordedProfile) -> Result<String> {
     let title = format!("moe-hot report: {}", figures.profile.display());
-    let page = html! {
-        (DOCTYPE)
-        html lang="en" {
-            head {
-                meta charset="utf-8";
-                meta name="viewport" content="width=device-width, initial-scale=1";
-                meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'";
-                title { (title) }
-                style { (PreEscaped(STYLE)) }
-            }
-            body {
-                main {
-                    h1 { (title) }
-                    (facts(figures))
-                    (heat_map(figures, profile))
-                    div.two {
-                        (coverage(figures)?)
-                        (hit_rates(figures)?)
-                    }
-                }
-            }
+    let content = html! {
+        (facts(figures))
+        (heat_map(figures, profile))
+        div.two {
+            (coverage(figures)?)
+            (hit_rates(figures)?)
         }
     };
-    Ok(page.into_string())
+    Ok(page::page(&title, "", &content))
 }
 
 fn facts(figures: &Figures) -> Markup {
