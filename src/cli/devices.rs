@@ -10,6 +10,8 @@ const CPU: &str = "CPU";
 pub struct Device {
     /// ggml's name, for example `CUDA0`.
     pub name: String,
+    /// What it is, for example a GPU's name; empty where that is not asked for.
+    pub description: String,
     /// Its memory in MiB; 0 where it has none of its own.
     pub total_mib: u64,
     /// What of it is free now.
@@ -27,8 +29,9 @@ pub fn parse(output: &str) -> Option<Vec<Device>> {
 fn device(line: &str) -> Option<Device> {
     let (name, rest) = line.strip_prefix("  ")?.split_once(": ")?;
     let (rest, free) = rest.strip_suffix(" MiB free)")?.rsplit_once(" MiB, ")?;
-    let (_, total) = rest.rsplit_once('(')?;
-    Some(Device { name: name.into(), total_mib: total.parse().ok()?, free_mib: free.parse().ok()? })
+    let (description, total) = rest.rsplit_once(" (")?;
+    let description = description.into();
+    Some(Device { name: name.into(), description, total_mib: total.parse().ok()?, free_mib: free.parse().ok()? })
 }
 
 /// Refuses a device that the program does not have.
@@ -50,7 +53,10 @@ mod tests {
         let output = "load_backend: loaded\nAvailable devices:\n  CUDA0: NVIDIA (x) (24000 MiB, 20500 MiB free)\n  \
                       RPC0: 127.0.0.1:50052 (8 MiB, 7 MiB free)\n  odd line\n";
         let devices = parse(output).unwrap();
-        assert_eq!(devices[0], Device { name: "CUDA0".into(), total_mib: 24_000, free_mib: 20_500 });
+        assert_eq!(
+            devices[0],
+            Device { name: "CUDA0".into(), description: "NVIDIA (x)".into(), total_mib: 24_000, free_mib: 20_500 }
+        );
         assert_eq!((devices[1].name.as_str(), devices.len()), ("RPC0", 2));
         assert_eq!(parse("Available devices:\n  (none)\n"), Some(Vec::new()));
         assert_eq!(parse("error: invalid argument"), None);
@@ -58,7 +64,7 @@ mod tests {
 
     #[test]
     fn an_unknown_device_is_refused_with_those_there_are() {
-        let devices = [Device { name: "CUDA0".into(), total_mib: 1, free_mib: 1 }];
+        let devices = [Device { name: "CUDA0".into(), description: "x".into(), total_mib: 1, free_mib: 1 }];
         assert!(check_name("CUDA0", &devices).is_ok() && check_name("CPU", &devices).is_ok());
         let message = check_name("CUDA1", &devices).unwrap_err().to_string();
         assert!(message.contains("\"CUDA1\"") && message.contains("CUDA0, CPU"), "{message}");

@@ -134,7 +134,7 @@ mod tests {
     use std::ffi::OsString;
 
     fn device(name: &str, free_mib: u64) -> Device {
-        Device { name: name.into(), total_mib: 24_000, free_mib }
+        Device { name: name.into(), description: "x".into(), total_mib: 24_000, free_mib }
     }
 
     fn config(max_mib: Option<Budget>, device: Option<&str>) -> Config {

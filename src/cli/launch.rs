@@ -43,7 +43,7 @@ pub fn own_folder() -> Result<PathBuf> {
 }
 
 /// The plugin, in or near our own folder.
-fn plugin(own_folder: &Path) -> Result<PathBuf> {
+pub fn plugin(own_folder: &Path) -> Result<PathBuf> {
     let candidates = [own_folder.join(PLUGIN), own_folder.join("../lib").join(PLUGIN)];
     let plugin = candidates.iter().find(|path| path.is_file());
     let plugin = plugin

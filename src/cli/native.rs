@@ -156,7 +156,8 @@ fn as_listed(device: ggml::Device, needs_memory: bool) -> Option<Device> {
         return None;
     }
     let (free, total) = if needs_memory { device.memory() } else { (0, 0) };
-    Some(Device { name: device.name().into_owned(), total_mib: total / MIB, free_mib: free / MIB })
+    let (name, description) = (device.name().into_owned(), String::new());
+    Some(Device { name, description, total_mib: total / MIB, free_mib: free / MIB })
 }
 
 impl Request {

@@ -17,6 +17,7 @@ from browser import CHROMIUM, open_page
 from commands import environment
 from conftest import shipped_model
 from launcher import Answer, assert_refused, launch
+from patched import needs_build
 from processes import process, stock_environment, wait_for
 
 SCHEMA = "moe-hot.compare.v1"
@@ -182,6 +183,36 @@ def assert_page(here: Path) -> None:
     assert not re.search(r"https?:|<script|<link", (here / "out/report.html").read_text())
 
 
+@needs_build
+def test_patched_servers_say_what_layers_wait_for(here, rpc_endpoint):
+    """In results.json, in the table, and on the page; their llama-bench has caches that count."""
+    device = ["--rpc", rpc_endpoint, "--device", "RPC0", "--programs", paths.PATCHED_BIN, *changed(SMALL, "--tg", "12"), *VRAM]
+    arms = ["n-cpu-moe", "hot-fixed"]
+    done = compare(here, *device, "--ubatch-size", "32", "--arms", ",".join(arms), "-o", "out")
+    assert done.code == 0, done
+    results = read(here)
+    summary = arm_of(results, "hot-fixed")
+    assert summary["marked"] == [] and summary["not_measured"] == []
+    layers = results["steps"]["waits-hot-fixed"]["layers"]
+    assert [layer["layer"] for layer in layers] == list(range(6))
+    assert all(layer["calls"] > 0 and layer["device_us"] > 0 for layer in layers)
+    calls, waits = (sum(layer[name] for layer in layers) for name in ("calls", "wait_us"))
+    assert summary["wait_us"] == pytest.approx(waits / calls) and waits > 0
+    assert [layer["wait_us"] for layer in summary["layers"]] == [layer["wait_us"] / layer["calls"] for layer in layers]
+    assert arm_of(results, "n-cpu-moe")["wait_us"] is None, "stock has no lanes"
+    assert "waits-n-cpu-moe" not in results["steps"]
+    turns = results["steps"]["server-0-hot-fixed"]["turns"]
+    assert all(0 < turn["hits"] < turn["requests"] for turn in turns)
+    table, page = ((here / f"out/{name}").read_text() for name in ("table.md", "report.html"))
+    (row,) = (line for line in table.splitlines() if line.startswith("| moe-hot, fixed profile |") and line.count("|") == 12)
+    assert row.split("|")[8].strip() == f"{summary['wait_us']:.1f}" and f"<td>{summary['wait_us']:.1f}</td>" in page
+    assert "## Layers: computing" in table and "<h2>Layers: computing" in page
+    for layer in summary["layers"]:
+        cells = [str(layer["layer"]), *(f"{layer[name]:.1f}" for name in ("cpu_us", "device_us", "wait_us"))]
+        assert f"| {' | '.join(cells)} |" in table
+        assert "".join(f"<td>{cell}</td>" for cell in cells) in page
+
+
 @pytest.mark.full
 def test_a_whole_comparison_on_vulkan(here):
     """Single tokens and short prompts, since kernels for more compile for minutes: too short to compare logits, which is said.
@@ -251,11 +282,44 @@ def test_bad_input_is_refused_in_one_line(here, name):
 
 def test_memory_in_which_there_is_nothing_to_compare_and_folders_of_others_are_refused(here, rpc_endpoint):
     device = ["--rpc", rpc_endpoint, "--device", "RPC0", *SMALL, "--ubatch-size", "32"]
-    for size, said in (("200MiB", "the whole model takes"), ("2MiB", "without any expert; expected more")):
+    for size, said in (("200MiB", "the whole model takes"), ("3MiB", "without any expert; expected more")):
         answer = compare(here, *device, "--vram", size, "-o", size)
         last = answer.err.splitlines()[-1]
         assert answer.code == 2 and answer.out == "" and last.startswith("moe-hot: --vram ") and said in last, answer
     assert_refused(compare(here, *device, *VRAM, "-o", "."), "--output .: has other files in it")
+    for size, said in (("900TiB", "RPC0 has "), ("1MiB", "the experts of one layer alone take")):
+        for more in ([], ["--dry-run"]):
+            assert_refused(compare(here, *device, "--vram", size, "-o", "early", *more), "--vram ", said)
+        assert not (here / "early").exists(), "nothing was begun"
+
+
+def test_a_comparison_goes_on_with_the_same_device_and_build_only(here, rpc_endpoint):
+    device = ["--rpc", rpc_endpoint, "--device", "RPC0", *SMALL, "--ubatch-size", "32", "--arms", "n-cpu-moe", *VRAM]
+    assert compare(here, *device, "-o", "out").code == 0
+    begun = read(here)
+    assert begun["steps"]["tune-memory"]["device"] == f"({rpc_endpoint}) (unknown id)"
+    assert len(begun["settings"]["moe_hot_build"]) == 16
+
+    def edited(change) -> Answer:
+        results = json.loads(json.dumps(begun))
+        change(results)
+        (here / "out/results.json").write_text(json.dumps(results))
+        return compare(here, *device, "-o", "out")
+
+    built = edited(lambda results: results["settings"].update(moe_hot_build="0" * 16))
+    assert_refused(built, "--output out: was begun with the build of moe-hot 0000000000000000, and now it is ")
+    assert_refused(edited(lambda results: results["machine"].update(device="GPU")), "was begun on the device GPU, ")
+
+    # Two of one kind: only a run says where it is.
+    def elsewhere(results: dict) -> None:
+        results["steps"].pop("bench-0-n-cpu-moe")
+        results["steps"]["tune-memory"]["device"] = f"({rpc_endpoint}) (0000:02:00.0)"
+        results["steps"] = {"tune-memory": results["steps"].pop("tune-memory")}
+
+    other = edited(elsewhere)
+    last = other.err.splitlines()[-1]
+    assert other.code == 2 and "ran on the device" in last and "0000:02:00.0" in last, other
+    assert list(read(here)["steps"]) == ["tune-memory"], "it is not kept"
 
 
 def test_programs_of_different_revisions_are_refused(here):

@@ -1,6 +1,6 @@
 //! Starts the programs that are compared, and ends them: at their end, on an error, and when the user interrupts us.
 //!
-//! Each runs in a process group of its own, so that whatever it has started ends with it. Its outputs go to files.
+//! One that runs longer than it may is ended too. Each runs in a process group of its own, so that whatever it has started ends with it. Its outputs go to files.
 
 use anyhow::{Context, Result, bail, ensure};
 use rustix::process::{Pid, Signal, kill_process, kill_process_group};
@@ -11,8 +11,9 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, PoisonError};
-use std::thread::sleep;
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{JoinHandle, sleep, spawn};
 use std::time::{Duration, Instant};
 
 /// How often to look whether a program has ended.
@@ -54,18 +55,51 @@ pub struct Running {
     group: i32,
     log: PathBuf,
     name: String,
+    watch: Watch,
+}
+
+/// A thread that kills a group when its time is over, unless it is told before that there is no need.
+struct Watch {
+    limit: Duration,
+    is_over: Arc<AtomicBool>,
+    no_need: Option<Sender<()>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Watch {
+    fn over(group: i32, limit: Duration) -> Self {
+        let is_over = Arc::new(AtomicBool::new(false));
+        let (no_need, told) = channel();
+        let over = Arc::clone(&is_over);
+        let thread = spawn(move || {
+            if told.recv_timeout(limit) == Err(RecvTimeoutError::Timeout) {
+                over.store(true, Ordering::SeqCst);
+                kill_group(group);
+            }
+        });
+        Self { limit, is_over, no_need: Some(no_need), thread: Some(thread) }
+    }
+
+    fn end(&mut self) {
+        self.no_need = None;
+        if let Some(thread) = self.thread.take() {
+            // It does nothing that can panic.
+            let _ = thread.join();
+        }
+    }
 }
 
 impl Running {
-    /// Starts a program; what it prints goes to `log`, its standard output to `log` with `.out` behind it.
-    pub fn start(mut command: Command, log: &Path) -> Result<Self> {
+    /// Starts a program that may run for `limit`; what it prints goes to `log`, its standard output to `log` with `.out` behind it.
+    pub fn start(mut command: Command, log: &Path, limit: Duration) -> Result<Self> {
         let name = Path::new(command.get_program()).display().to_string();
         let file = |path: &Path| File::create(path).with_context(|| path.display().to_string());
         command.stdin(Stdio::null()).stdout(file(&output_of(log))?).stderr(file(log)?).process_group(0);
         let child = command.spawn().with_context(|| format!("{name}: cannot be started"))?;
         let group = Pid::from_child(&child).as_raw_nonzero().get();
         GROUPS.lock().unwrap_or_else(PoisonError::into_inner).insert(group);
-        let running = Self { child, group, log: log.into(), name };
+        let watch = Watch::over(group, limit);
+        let running = Self { child, group, log: log.into(), name, watch };
         // Else it came too late for the one who ends them all.
         ensure!(!was_interrupted(), "interrupted");
         Ok(running)
@@ -89,12 +123,26 @@ impl Running {
         }
     }
 
+    /// Why it has ended if its time was over: what it did not answer then comes from that.
+    pub fn check_time(&self) -> Result<()> {
+        ensure!(
+            !self.watch.is_over.load(Ordering::SeqCst),
+            "{} still ran after {}, far longer than expected, and was ended; the end of {}: {}",
+            self.name,
+            humantime::format_duration(Duration::from_secs(self.watch.limit.as_secs())),
+            self.log.display(),
+            last_line(&self.log())
+        );
+        Ok(())
+    }
+
     /// Asks it to end, waits for that, and returns its whole log.
     pub fn stop_and_read(mut self) -> Result<String> {
         if let Some(pid) = Pid::from_raw(self.group) {
             kill_process(pid, Signal::TERM).with_context(|| self.name.clone())?;
         }
         let status = self.wait(Some(END_LIMIT))?;
+        self.check_time()?;
         ensure!(status.is_some(), "{} did not end within {} s after SIGTERM", self.name, END_LIMIT.as_secs());
         ensure!(!was_interrupted(), "interrupted");
         Ok(self.log())
@@ -113,6 +161,7 @@ impl Running {
 
 impl Drop for Running {
     fn drop(&mut self) {
+        self.watch.end();
         kill_group(self.group);
         let _ = self.child.wait();
         GROUPS.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.group);
@@ -127,11 +176,12 @@ pub struct Printed {
     pub log: String,
 }
 
-/// Runs a program to its end, which must be a success.
-pub fn run(command: Command, log: &Path) -> Result<Printed> {
-    let mut running = Running::start(command, log)?;
+/// Runs a program to its end, which must be a success, and come within `limit`.
+pub fn run(command: Command, log: &Path, limit: Duration) -> Result<Printed> {
+    let mut running = Running::start(command, log, limit)?;
     let status = running.wait(None)?;
     ensure!(!was_interrupted(), "interrupted");
+    running.check_time()?;
     if !status.is_some_and(|status| status.success()) {
         bail!(running.complaint());
     }
@@ -173,23 +223,38 @@ mod tests {
     #[test]
     fn outputs_are_read_from_their_files() {
         let folder = tempfile::tempdir().unwrap();
-        let printed = run(shell("echo a; echo b >&2"), &folder.path().join("x.log")).unwrap();
+        let printed = run(shell("echo a; echo b >&2"), &folder.path().join("x.log"), END_LIMIT).unwrap();
         assert_eq!((printed.output.as_str(), printed.log.as_str()), ("a\n", "b\n"));
     }
 
     #[test]
     fn a_failure_shows_the_line_that_says_why() {
         let folder = tempfile::tempdir().unwrap();
-        let failed = run(shell("echo 'error: no such model' >&2; echo bye >&2; exit 3"), &folder.path().join("x.log"));
+        let script = "echo 'error: no such model' >&2; echo bye >&2; exit 3";
+        let failed = run(shell(script), &folder.path().join("x.log"), END_LIMIT);
         let said = format!("{:#}", failed.err().unwrap());
         assert!(said.contains("x.log") && said.ends_with("error: no such model"), "{said}");
+    }
+
+    #[test]
+    fn a_program_that_hangs_is_ended_and_its_last_line_is_shown() {
+        let folder = tempfile::tempdir().unwrap();
+        let start = Instant::now();
+        let limit = Duration::from_millis(1500);
+        let hung = run(shell("echo 'loading' >&2; sleep 100"), &folder.path().join("x.log"), limit);
+        let said = format!("{:#}", hung.err().unwrap());
+        assert!(
+            said.contains("sh still ran after 1s, far longer than expected") && said.ends_with("x.log: loading"),
+            "{said}"
+        );
+        assert!(start.elapsed() < END_LIMIT);
     }
 
     #[test]
     fn what_is_dropped_ends_with_all_it_has_started() {
         let folder = tempfile::tempdir().unwrap();
         let log = folder.path().join("x.log");
-        let mut running = Running::start(shell("sleep 100 & echo $! >&2; wait"), &log).unwrap();
+        let mut running = Running::start(shell("sleep 100 & echo $! >&2; wait"), &log, END_LIMIT).unwrap();
         let start = Instant::now();
         while running.log().is_empty() && start.elapsed() < END_LIMIT {
             sleep(LOOK);

@@ -1,6 +1,7 @@
 //! A client of one llama-server on 127.0.0.1: waits until it is ready, turns a conversation into a prompt, and times answers.
 
 use super::children::Running;
+use super::limits::LOAD_LIMIT;
 use super::outcome::{LayerTimes, Turn};
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Value, json};
@@ -9,8 +10,6 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 use ureq::Agent;
 
-/// How long loading a model may take.
-const LOAD_LIMIT: Duration = Duration::from_secs(3600);
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 /// What patched servers offer.
 const LAYER_PERF: &str = "/moe-layer-perf";
@@ -29,6 +28,7 @@ impl Client {
         let start = Instant::now();
         loop {
             if server.ended()?.is_some() {
+                server.check_time()?;
                 bail!(server.complaint());
             }
             let health = client.http.get(format!("{}/health", client.url)).call();

@@ -14,10 +14,10 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// Tokens of a chunk of which logits are compared, and of a batch: so few that every batch is the cache's.
-const LOGITS_CONTEXT: u32 = 128;
+pub const LOGITS_CONTEXT: u32 = 128;
 const LOGITS_BATCH: u32 = 16;
 /// Chunks at most.
-const LOGITS_CHUNKS: u32 = 8;
+pub const LOGITS_CHUNKS: u32 = 8;
 /// llama.cpp's own default for `-b`.
 const BATCH: u32 = 2048;
 /// What `auto` calls a model's profile.

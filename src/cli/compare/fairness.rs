@@ -78,6 +78,16 @@ pub fn check_revision(name: &str, began_with: &str, ran: &str) -> Result<()> {
     Ok(())
 }
 
+/// Refuses a run on another device than earlier runs.
+pub fn check_device(name: &str, earlier: Option<&str>, ran: Option<&str>) -> Result<()> {
+    let (Some(expected), Some(found)) = (earlier, ran) else { return Ok(()) };
+    ensure!(
+        expected == found,
+        "{name} ran on the device {found}, and the comparison began on {expected}; expected one device for all runs, or another --output"
+    );
+    Ok(())
+}
+
 /// Refuses programs of different revisions.
 pub fn check_programs(versions: &[(String, Option<String>)]) -> Result<()> {
     let known: Vec<_> = versions.iter().filter_map(|(name, version)| Some((name, version.as_ref()?))).collect();
@@ -145,6 +155,16 @@ mod tests {
         check(&device(1000.0, 1100, 200), &device(1000.0, 1000, 0), 0.0).unwrap();
         check(&device(100.0, 110, 0), &device(100.0, 100, 0), 0.0).unwrap();
         assert!(!Compared::of(&device(1.0, 1000, 0), &said(1.0)).by_device, "both or none");
+    }
+
+    #[test]
+    fn another_device_is_refused() {
+        let [first, second] = ["(GPU) (0000:01:00.0)", "(GPU) (0000:02:00.0)"];
+        for (earlier, ran) in [(Some(first), Some(first)), (None, Some(first)), (Some(first), None)] {
+            check_device("stock", earlier, ran).unwrap();
+        }
+        let error = check_device("stock", Some(first), Some(second)).unwrap_err().to_string();
+        assert!(error.contains("0000:02:00.0") && error.contains("one device for all runs"), "{error}");
     }
 
     #[test]

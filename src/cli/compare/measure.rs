@@ -5,13 +5,14 @@
 use super::arm::{Arm, Tuned};
 use super::children::{Running, free_port, run};
 use super::client::Client;
-use super::commands::{Commands, Tests, typed};
-use super::fairness::{Compared, check_revision};
-use super::outcome::{Logits, Memory, Outcome, Test, Turn};
+use super::commands::{Commands, LOGITS_CHUNKS, LOGITS_CONTEXT, Tests, typed};
+use super::fairness::{Compared, check_device, check_revision};
+use super::limits::{Tokens, finished, limit};
+use super::outcome::{LayerTimes, Logits, Memory, Outcome, Test, Turn};
 use super::prompts::{Conversation, Prompts};
-use super::said::{Buffers, CacheSaid};
+use super::said::{Buffers, CacheSaid, device};
 use super::settings::Settings;
-use super::steps::Step;
+use super::steps::{Step, steps};
 use super::store::Machine;
 use super::summary::mark;
 use super::tune::{
@@ -30,7 +31,7 @@ use std::num::NonZero;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::thread::available_parallelism;
-use std::time::{Instant, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 /// Repetitions of a test of llama-bench: the first fills a cache and counts for nothing.
 const REPETITIONS: u32 = 2;
@@ -77,8 +78,23 @@ impl Measuring<'_> {
         if let Some(revision) = &outcome.revision {
             check_revision(&step.key(), &self.settings.revision, revision).or_input()?;
         }
+        let earlier = self.done.values().find_map(|outcome| outcome.device.as_deref());
+        check_device(&step.key(), earlier, outcome.device.as_deref()).or_input()?;
         self.check_memory(step, &outcome).or_internal()?;
         Ok(outcome)
+    }
+
+    /// How long a program may run that computes so many tokens.
+    fn limit(&self, step: Step, tokens: Tokens) -> Duration {
+        limit(step, &finished(&steps(self.settings, true), self.done), tokens)
+    }
+
+    /// Of a server: every prompt as long as the context, at the most.
+    fn server_limit(&self, step: Step, conversations: &[Conversation], answer: u32) -> Duration {
+        let turns = conversations.iter().map(|conversation| conversation.turns.len() as u64).sum::<u64>();
+        let prompt = turns.saturating_mul(self.settings.context.into());
+        let decode = turns.saturating_mul(answer.into()) + u64::from(WARM_UP_TOKENS);
+        self.limit(step, Tokens { prompt, decode })
     }
 
     fn step(&self, step: Step, tuned: &Tuned) -> Result<Outcome> {
@@ -95,7 +111,12 @@ impl Measuring<'_> {
                 let logical = available_parallelism().map_or(1, NonZero::get);
                 let info = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
                 let tests = decode(threads_to_try(physical_cores(&info, logical), logical));
-                self.bench_tests(step, Arm::CpuMoe, self.commands.bench(Arm::CpuMoe, tuned, &tests)?)
+                self.bench_tests(
+                    step,
+                    Arm::CpuMoe,
+                    self.commands.bench(Arm::CpuMoe, tuned, &tests)?,
+                    Tokens::of(&tests),
+                )
             }
             Step::Ubatch => {
                 let tests = Tests {
@@ -106,9 +127,17 @@ impl Measuring<'_> {
                     threads: vec![tuned.threads],
                     ubatch: ubatches_to_try(&self.settings.pp),
                 };
-                self.bench_tests(step, Arm::CpuMoe, self.commands.bench(Arm::CpuMoe, tuned, &tests)?)
+                self.bench_tests(
+                    step,
+                    Arm::CpuMoe,
+                    self.commands.bench(Arm::CpuMoe, tuned, &tests)?,
+                    Tokens::of(&tests),
+                )
             }
-            Step::Memory => self.bench_tests(step, Arm::CpuMoe, self.commands.bench_memory(tuned)?),
+            Step::Memory => {
+                let tokens = Tokens { prompt: self.settings.longest_context().into(), decode: 0 };
+                self.bench_tests(step, Arm::CpuMoe, self.commands.bench_memory(tuned)?, tokens)
+            }
             Step::WholeLayers => Ok(Outcome::default()),
             Step::Record => self.record(tuned),
             Step::Reference => self.server(step, Arm::CpuMoe, tuned),
@@ -124,7 +153,7 @@ impl Measuring<'_> {
                     threads: vec![tuned.threads],
                     ubatch: vec![tuned.ubatch],
                 };
-                self.bench_tests(step, arm, self.commands.bench(arm, tuned, &tests)?)
+                self.bench_tests(step, arm, self.commands.bench(arm, tuned, &tests)?, Tokens::of(&tests))
             }
             Step::Server(_, arm) | Step::Waits(arm) => self.server(step, arm, tuned),
             Step::LogitsBase => self.logits(step, Arm::CpuMoe, tuned, false),
@@ -149,7 +178,7 @@ impl Measuring<'_> {
             };
             let tuned = Tuned { n_cpu_moe: n, ..*tuned };
             let command = self.commands.bench(Arm::NCpuMoe, &tuned, &tests).or_internal()?;
-            let one = self.bench_tests(Step::WholeLayers, Arm::NCpuMoe, command);
+            let one = self.bench_tests(Step::WholeLayers, Arm::NCpuMoe, command, Tokens::of(&tests));
             let one = one.with_context(|| format!("--n-cpu-moe {n}")).or_internal()?;
             all.commands.extend(one.commands);
             all.tests.extend(one.tests);
@@ -159,9 +188,9 @@ impl Measuring<'_> {
         Ok(all)
     }
 
-    fn bench_tests(&self, step: Step, arm: Arm, command: Command) -> Result<Outcome> {
+    fn bench_tests(&self, step: Step, arm: Arm, command: Command, tokens: Tokens) -> Result<Outcome> {
         let line = typed(&command);
-        let printed = run(command, &(self.log)(&step.key()))?;
+        let printed = run(command, &(self.log)(&step.key()), self.limit(step, tokens))?;
         let rows: Vec<Value> = serde_json::from_str(&printed.output).context("llama-bench: what it printed")?;
         let buffers = Buffers::read(&printed.log, &self.settings.device);
         let test = |row: &Value| {
@@ -187,6 +216,7 @@ impl Measuring<'_> {
         Ok(Outcome {
             commands: vec![line],
             revision,
+            device: device(&printed.log, &self.settings.device),
             tests,
             memory: Some(memory(buffers, cache.as_ref())),
             cache,
@@ -199,14 +229,12 @@ impl Measuring<'_> {
         let command = self.commands.server(arm, tuned, port)?;
         let line = typed(&command);
         let free_before = self.device_free();
-        let mut server = Running::start(command, &(self.log)(&step.key()))?;
-        let client = Client::connect(port, &mut server)?;
-        let revision = client.revision()?;
-        client.answer(&[json!({ "role": "user", "content": WARM_UP })], WARM_UP_TOKENS)?;
-        let takes_times = matches!(step, Step::Waits(_)) && client.take_times();
-        let reference = self.done.get(&Step::Reference.key()).map(|outcome| outcome.turns.as_slice());
-        let turns = converse(&client, &self.prompts.measured(), self.settings.answer, reference)?;
-        let layers = if takes_times { client.times()? } else { Vec::new() };
+        let conversations = self.prompts.measured();
+        let limit = self.server_limit(step, &conversations, self.settings.answer);
+        let mut server = Running::start(command, &(self.log)(&step.key()), limit)?;
+        let answered = self.answers(step, &conversations, port, &mut server);
+        server.check_time()?;
+        let (revision, turns, layers) = answered?;
         let free_during = self.device_free();
         let log = server.stop_and_read()?;
         let free_after = self.device_free();
@@ -214,7 +242,36 @@ impl Measuring<'_> {
         let mut memory = memory(Buffers::read(&log, &self.settings.device), cache.as_ref());
         memory.device_mib = free_before.zip(free_during).map(|(before, during)| before - during);
         memory.device_noise_mib = free_before.zip(free_after).map(|(before, after)| before - after);
-        Ok(Outcome { commands: vec![line], revision, turns, memory: Some(memory), cache, layers, ..Outcome::default() })
+        let has_no_times = matches!(step, Step::Waits(_)) && layers.is_empty();
+        Ok(Outcome {
+            commands: vec![line],
+            revision,
+            device: device(&log, &self.settings.device),
+            turns,
+            memory: Some(memory),
+            cache,
+            layers,
+            not_measured: has_no_times.then(|| "llama-server says no times of layers".into()),
+            ..Outcome::default()
+        })
+    }
+
+    /// Of a server: its revision, all its answers, and the times of its layers where the step wants them.
+    fn answers(
+        &self,
+        step: Step,
+        conversations: &[Conversation],
+        port: u16,
+        server: &mut Running,
+    ) -> Result<(Option<String>, Vec<Turn>, Vec<LayerTimes>)> {
+        let client = Client::connect(port, server)?;
+        let revision = client.revision()?;
+        client.answer(&[json!({ "role": "user", "content": WARM_UP })], WARM_UP_TOKENS)?;
+        let takes_times = matches!(step, Step::Waits(_)) && client.take_times();
+        let reference = self.done.get(&Step::Reference.key()).map(|outcome| outcome.turns.as_slice());
+        let turns = converse(&client, conversations, self.settings.answer, reference)?;
+        let layers = if takes_times { client.times()? } else { Vec::new() };
+        Ok((revision, turns, layers))
     }
 
     /// What is free on the device now, MiB; `None` where only one program can ask at a time.
@@ -231,10 +288,14 @@ impl Measuring<'_> {
         let port = free_port()?;
         let command = self.commands.recording(tuned, port)?;
         let line = typed(&command);
-        let mut server = Running::start(command, &(self.log)(&Step::Record.key()))?;
-        let client = Client::connect(port, &mut server)?;
         let answer = (RECORDING_TIMES * self.settings.answer).min(self.settings.context / 2);
-        let turns = converse(&client, &self.prompts.recorded(), answer, None)?;
+        let conversations = self.prompts.recorded();
+        let limit = self.server_limit(Step::Record, &conversations, answer);
+        let mut server = Running::start(command, &(self.log)(&Step::Record.key()), limit)?;
+        let client = Client::connect(port, &mut server);
+        let turns = client.and_then(|client| converse(&client, &conversations, answer, None));
+        server.check_time()?;
+        let turns = turns?;
         let complaint = server.complaint();
         server.stop_and_read()?;
         ensure!(self.commands.profile.exists(), "no profile was recorded: {complaint}");
@@ -253,7 +314,8 @@ impl Measuring<'_> {
         let _ = fs::remove_file(&hits);
         let command = self.commands.logits(arm, tuned, &text, &base, compares)?;
         let line = typed(&command);
-        let printed = run(command, &(self.log)(&step.key()))?;
+        let prompt = u64::from(LOGITS_CONTEXT) * u64::from(LOGITS_CHUNKS);
+        let printed = run(command, &(self.log)(&step.key()), self.limit(step, Tokens { prompt, decode: 0 }))?;
         let all = [printed.output, printed.log].join("\n");
         if all.contains("you need at least") {
             let why = "the prompts and answers are too short to compare logits".to_owned();

@@ -8,6 +8,7 @@ mod children;
 mod client;
 mod commands;
 mod fairness;
+mod limits;
 mod measure;
 mod outcome;
 mod page;
@@ -25,6 +26,7 @@ mod tune;
 
 use super::calibrate::this_machine;
 use super::failure::{Failure, OrFail, named_by_user};
+use super::launch::{self, own_folder};
 use super::model::Model;
 use super::output::{print, table as columns, tell};
 use super::size;
@@ -40,6 +42,7 @@ use programs::Programs;
 use progress::Progress;
 use prompts::Prompts;
 use settings::Settings;
+use sha2::{Digest, Sha256};
 use std::env;
 use std::fs;
 use std::path::PathBuf;
@@ -47,12 +50,14 @@ use std::time::SystemTime;
 use steps::{Step, steps};
 use store::{Machine, Store};
 use summary::{BASELINE, Summary};
-use tune::tuned;
+use tune::{check_vram, tuned};
 
 /// Longest prompts, contexts and answers that can be asked for, tokens.
 const MAX_TOKENS: i64 = 1 << 24;
 const MAX_PAIRS: i64 = 1000;
 const MAX_THREADS: i64 = 1024;
+/// Bytes of a hash that tell one build of ours from another.
+const BUILD_BYTES: usize = 8;
 /// What a device is called in a list of runs where there is none.
 const NO_DEVICE: &str = "(no GPU was found)";
 
@@ -139,6 +144,9 @@ pub fn compare(args: &CompareArgs) -> Result<(), Failure> {
     let prompts = Prompts::read(args.prompts.as_deref()).map_err(named_by_user)?;
     let programs = Programs::find(args.programs.as_deref())?;
     let (settings, machine) = settings(args, &prompts, &programs)?;
+    if settings.device != NO_DEVICE {
+        check_vram(&settings, &machine, &model.layers).or_input()?;
+    }
     if args.dry_run {
         return list(&settings, &programs);
     }
@@ -174,6 +182,7 @@ fn settings(args: &CompareArgs, prompts: &Prompts, programs: &Programs) -> Resul
     let model_bytes = fs::metadata(&model).context("--model").map_err(named_by_user)?.len();
     let machine = Machine {
         cpu: this_machine(),
+        device: device.map_or_else(String::new, |device| device.description.clone()),
         device_total_mib: device.map_or(0, |device| device.total_mib),
         device_free_mib: device.map_or(0, |device| device.free_mib),
         began: humantime::format_rfc3339_seconds(SystemTime::now()).to_string(),
@@ -202,9 +211,20 @@ fn settings(args: &CompareArgs, prompts: &Prompts, programs: &Programs) -> Resul
         cache_type: args.cache_type.clone(),
         flash_attn: args.flash_attn.clone(),
         moe_hot: env!("CARGO_PKG_VERSION").into(),
+        moe_hot_build: build().or_internal()?,
         environment: environment(),
     };
     Ok((settings, machine))
+}
+
+/// Start of the SHA-256 of our own executable and the plugin.
+fn build() -> Result<String> {
+    let mut hash = Sha256::new();
+    let plugin = launch::plugin(&own_folder()?)?;
+    for file in [env::current_exe().context("finding our own executable")?, plugin] {
+        hash.update(fs::read(&file).with_context(|| file.display().to_string())?);
+    }
+    Ok(hash.finalize().iter().take(BUILD_BYTES).map(|byte| format!("{byte:02x}")).collect())
 }
 
 /// What in our environment changes what all programs do.

@@ -18,6 +18,9 @@ pub struct Outcome {
     /// llama.cpp's revision, as the program said in its results.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub revision: Option<String>,
+    /// What llama.cpp said of the device: its description, and its place on the bus where it has one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub device: Option<String>,
     /// llama-bench's tests.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub tests: Vec<Test>,

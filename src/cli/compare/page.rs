@@ -3,7 +3,7 @@
 use super::bars::{Bar, OURS, STOCK, svg};
 use super::store::Results;
 use super::summary::{Measure, Summary};
-use super::table::{arm_rows, facts, measure_rows, notes, title, tuning_rows};
+use super::table::{LAYERS, arm_rows, facts, layer_rows, measure_rows, notes, title, tuning_rows};
 use crate::cli::page;
 use anyhow::Result;
 use maud::{Markup, PreEscaped, html};
@@ -30,6 +30,10 @@ pub fn page(results: &Results, summary: &Summary) -> Result<String> {
         div.two { @for one in of("server")? { (one) } }
         h2 { "llama-bench" }
         div.two { @for one in of("llama-bench")? { (one) } }
+        @if let Some(rows) = layer_rows(summary) { figure {
+            h2 { (LAYERS) }
+            (table(&rows))
+        } }
         figure {
             h2 { "How stock was tuned" }
             (table(&tuning_rows(results)))

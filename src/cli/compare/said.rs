@@ -19,6 +19,10 @@ const OFF: [&str; 10] = [
     "not loaded",
     "had no room",
 ];
+/// Words of a line that says only that a context ended before its cache was filled, as llama-bench's first one does.
+const NOT_YET: &str = "it is filled after some tokens";
+/// Words before llama.cpp's name of a device that it uses.
+const USES: &str = "using device ";
 
 /// What one process said about its cache.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -54,7 +58,7 @@ impl CacheSaid {
                 said.hits += hits;
                 said.misses += misses;
                 said.copied_mib += copied;
-            } else if OFF.iter().any(|word| line.contains(word)) {
+            } else if OFF.iter().any(|word| line.contains(word)) && !line.contains(NOT_YET) {
                 said.off.get_or_insert_with(|| line.to_owned());
             }
         }
@@ -91,6 +95,16 @@ fn end(line: &str) -> Option<(u64, u64, f64)> {
     let (misses, rest) = rest.split_once(" misses, ")?;
     let (copied, _) = rest.split_once(" %; ")?.1.split_once(" MiB copied")?;
     Some((hits.parse().ok()?, misses.parse().ok()?, copied.parse().ok()?))
+}
+
+/// What llama.cpp says of a device when it loads a model: its description and its id, which is its place on the bus where it has
+/// one. `using device CUDA0 (NVIDIA …) (0000:01:00.0) - 24105 MiB free`.
+pub fn device(log: &str, name: &str) -> Option<String> {
+    log.lines().find_map(|line| {
+        let (_, rest) = line.split_once(USES)?;
+        let (said, _) = rest.strip_prefix(name)?.strip_prefix(' ')?.rsplit_once(" - ")?;
+        Some(said.to_owned())
+    })
 }
 
 /// Device memory that llama.cpp took, MiB.
@@ -167,6 +181,22 @@ mod tests {
             assert!(said.off.is_some_and(|off| line.ends_with(&off)), "{line}");
         }
         assert_eq!(CacheSaid::read("").off.unwrap(), "no line says that a cache was on");
+    }
+
+    #[test]
+    fn a_context_that_ends_before_its_cache_is_filled_is_no_cache_that_is_off() {
+        let said = CacheSaid::read(&format!("moe-hot: no hot cache: {NOT_YET}\n{LOG}"));
+        assert_eq!((said.layers, said.off), (6, None));
+        let said = CacheSaid::read(&format!("moe-hot: no hot cache: {NOT_YET}\n"));
+        assert_eq!(said.off.unwrap(), "no line says that a cache was on");
+    }
+
+    #[test]
+    fn a_device_is_told_by_its_description_and_its_place() {
+        let log =
+            "0.0 I llama_prepare_model_devices: using device CUDA0 (NVIDIA (x)) (0000:01:00.0) - 24105 MiB free\n";
+        assert_eq!(device(log, "CUDA0").unwrap(), "(NVIDIA (x)) (0000:01:00.0)");
+        assert_eq!((device(log, "CUDA"), device("", "CUDA0")), (None, None));
     }
 
     #[test]

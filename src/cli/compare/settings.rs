@@ -54,12 +54,15 @@ pub struct Settings {
     pub flash_attn: String,
     /// Version of moe-hot.
     pub moe_hot: String,
+    /// Start of the SHA-256 of moe-hot and its plugin, so that another build of the same version is noticed.
+    #[serde(default)]
+    pub moe_hot_build: String,
     /// Variables that change what all programs do, `NAME=VALUE`.
     pub environment: Vec<String>,
 }
 
 /// What a user calls a setting.
-const FLAGS: [(&str, &str); 17] = [
+const FLAGS: [(&str, &str); 19] = [
     ("model", "--model"),
     ("vram", "--vram"),
     ("pp", "--pp"),
@@ -76,6 +79,8 @@ const FLAGS: [(&str, &str); 17] = [
     ("threads", "--threads"),
     ("ubatch", "--ubatch-size"),
     ("revision", "the revision of llama.cpp"),
+    ("moe_hot", "moe-hot"),
+    ("moe_hot_build", "the build of moe-hot"),
     ("environment", "the environment"),
 ];
 
@@ -149,6 +154,7 @@ pub mod testing {
             cache_type: "f16".into(),
             flash_attn: "auto".into(),
             moe_hot: "0.1.0".into(),
+            moe_hot_build: "00".into(),
             environment: vec!["X=1".into()],
         }
     }

@@ -43,7 +43,10 @@ pub struct Results {
 pub struct Machine {
     /// CPU and how many of them.
     pub cpu: String,
-    /// The device with its memory, as `--list-devices` says.
+    /// What the device is, as `--list-devices` says; empty in files of older versions.
+    #[serde(default)]
+    pub device: String,
+    /// Its memory, likewise.
     pub device_total_mib: u64,
     /// What of it was free at the beginning.
     pub device_free_mib: u64,
@@ -85,6 +88,17 @@ impl Store {
                         "{}: was begun on another machine ({}); expected another folder",
                         what(),
                         results.machine.cpu
+                    )));
+                }
+                if (&results.machine.device, results.machine.device_total_mib)
+                    != (&machine.device, machine.device_total_mib)
+                {
+                    let shown = |machine: &Machine| format!("{}, {} MiB", machine.device, machine.device_total_mib);
+                    return Err(Failure::Input(anyhow!(
+                        "{}: was begun on the device {}, and now it is {}; expected the same, or another folder",
+                        what(),
+                        shown(&results.machine),
+                        shown(&machine)
                     )));
                 }
                 results
@@ -177,7 +191,13 @@ mod tests {
     use super::*;
 
     fn machine() -> Machine {
-        Machine { cpu: "x, 2 CPUs".into(), device_total_mib: 1, device_free_mib: 1, began: "now".into() }
+        Machine {
+            cpu: "x, 2 CPUs".into(),
+            device: "GPU".into(),
+            device_total_mib: 1,
+            device_free_mib: 1,
+            began: "now".into(),
+        }
     }
 
     fn refusal(folder: &Path, settings: Settings) -> String {
@@ -211,6 +231,11 @@ mod tests {
         let other = Machine { cpu: "y".into(), ..machine() };
         let failure = Store::open(folder.path(), settings(), other).err().unwrap();
         assert!(failure.line().contains("another machine (x, 2 CPUs)") && failure.code() == 2);
+        let other = Machine { device: "GPU 2".into(), ..machine() };
+        let failure = Store::open(folder.path(), settings(), other).err().unwrap();
+        assert!(failure.line().contains("the device GPU, 1 MiB, and now it is GPU 2, 1 MiB") && failure.code() == 2);
+        let said = refusal(folder.path(), Settings { moe_hot_build: "01".into(), ..settings() });
+        assert!(said.contains("was begun with the build of moe-hot 00, and now it is 01"), "{said}");
     }
 
     #[test]

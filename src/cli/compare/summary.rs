@@ -3,7 +3,7 @@
 //! Pure: made from finished steps alone, so that it can be made anew at any time. A run that is marked is in no figure.
 
 use super::arm::{Arm, Tuned};
-use super::outcome::{Logits, Memory, Outcome, Turn};
+use super::outcome::{LayerTimes, Logits, Memory, Outcome, Turn};
 use super::prompts::{Prompts, SWITCH};
 use super::settings::Settings;
 use super::stats::{Spread, ratios};
@@ -44,6 +44,9 @@ pub struct ArmSummary {
     pub copied_mib: Option<Spread>,
     /// Microseconds that a call of a layer waits for the device; only patched servers say that.
     pub wait_us: Option<f64>,
+    /// The same by layer, and what else a call takes there.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub layers: Vec<LayerCall>,
     /// Share of the answers' tokens before the first that differs from stock's, 0 to 1.
     pub agreement: Option<Spread>,
     /// Logits against stock's.
@@ -52,6 +55,31 @@ pub struct ArmSummary {
     pub marked: Vec<Marked>,
     /// What could not be measured, and why.
     pub not_measured: Vec<String>,
+}
+
+/// A layer's call in microseconds, the mean of all.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct LayerCall {
+    /// The N of `blk.N.`.
+    pub layer: u32,
+    /// Computing on the CPU.
+    pub cpu_us: f64,
+    /// Computing on the device.
+    pub device_us: f64,
+    /// The CPU waiting for the device.
+    pub wait_us: f64,
+}
+
+impl LayerCall {
+    fn of(times: &LayerTimes) -> Option<Self> {
+        let mean = |us: u64| us as f64 / times.calls as f64;
+        (times.calls > 0).then(|| Self {
+            layer: times.layer,
+            cpu_us: mean(times.cpu_us),
+            device_us: mean(times.device_us),
+            wait_us: mean(times.wait_us),
+        })
+    }
 }
 
 /// A run that counts for nothing.
@@ -157,6 +185,7 @@ impl ArmSummary {
             bench_hit_rate: hit_rate(&bench),
             copied_mib: Spread::of(server.iter().filter_map(|outcome| Some(outcome.cache.as_ref()?.copied_mib))),
             wait_us: counted(steps, Step::Waits(arm)).and_then(wait_us),
+            layers: layer_calls(counted(steps, Step::Waits(arm))),
             agreement: Spread::of(server.iter().filter_map(|outcome| agreement(&outcome.turns, reference))),
             logits: counted(steps, Step::Logits(arm)).and_then(|outcome| outcome.logits.clone()),
             marked: marked.collect(),
@@ -206,6 +235,10 @@ fn agreement(turns: &[Turn], reference: &[Turn]) -> Option<f64> {
     };
     let (same, all) = turns.iter().zip(reference).map(equal).fold((0, 0), |(a, b), (c, d)| (a + c, b + d));
     (all > 0 && turns.len() == reference.len()).then(|| same as f64 / all as f64)
+}
+
+fn layer_calls(outcome: Option<&Outcome>) -> Vec<LayerCall> {
+    outcome.map(|outcome| outcome.layers.iter().filter_map(LayerCall::of).collect()).unwrap_or_default()
 }
 
 fn wait_us(outcome: &Outcome) -> Option<f64> {
@@ -321,6 +354,18 @@ mod tests {
         assert_eq!(figure(&summary, Arm::HotProfile).spread, None);
         assert!(of(Arm::HotProfile).marked[0].reason.contains("not one request"));
         assert!(of(Arm::NCpuMoe).marked.is_empty() && of(Arm::HotFixed).marked.is_empty());
+    }
+
+    #[test]
+    fn waits_are_means_of_calls_by_layer_and_of_all() {
+        let layer = |layer, calls, wait_us| LayerTimes { layer, calls, cpu_us: 10, device_us: 20, wait_us };
+        let layers = vec![layer(0, 10, 50), layer(1, 0, 0), layer(2, 10, 10)];
+        let outcome = Outcome { layers, ..Outcome::default() };
+        assert_eq!(wait_us(&outcome), Some(3.0));
+        let calls: Vec<_> =
+            layer_calls(Some(&outcome)).iter().map(|call| (call.layer, call.cpu_us, call.wait_us)).collect();
+        assert_eq!(calls, [(0, 1.0, 5.0), (2, 1.0, 1.0)]);
+        assert_eq!((wait_us(&Outcome::default()), layer_calls(None)), (None, Vec::new()));
     }
 
     #[test]

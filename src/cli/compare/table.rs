@@ -11,11 +11,14 @@ use super::summary::{ArmSummary, Measure, Summary};
 use crate::cli::output::percent;
 use crate::cli::size::show;
 use crate::units::Bytes;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 
 /// A cell without a value.
 pub const NONE: &str = "–";
+
+/// What the table of layers is called.
+pub const LAYERS: &str = "Layers: computing on CPU and device, and waiting for the device, µs per call";
 
 /// The whole text.
 pub fn markdown(results: &Results, summary: &Summary) -> String {
@@ -30,6 +33,9 @@ pub fn markdown(results: &Results, summary: &Summary) -> String {
         }
     }
     let _ = write!(text, "\n## Memory, hits, answers\n\n{}", grid(&arm_rows(summary)));
+    if let Some(rows) = layer_rows(summary) {
+        let _ = write!(text, "\n## {LAYERS}\n\n{}", grid(&rows));
+    }
     let _ = write!(text, "\n## How stock was tuned\n\n{}", grid(&tuning_rows(results)));
     let _ = write!(text, "\n## Notes\n\n");
     for note in notes(results, summary) {
@@ -65,7 +71,10 @@ pub fn facts(results: &Results, summary: &Summary) -> Vec<(&'static str, String)
         ("machine", machine.cpu.clone()),
         (
             "device",
-            format!("{}, {} MiB, {} MiB free", settings.device, machine.device_total_mib, machine.device_free_mib),
+            format!(
+                "{} ({}), {} MiB, {} MiB free",
+                settings.device, machine.device, machine.device_total_mib, machine.device_free_mib
+            ),
         ),
         ("GPU memory for everything", vram),
         ("llama.cpp", format!("{}; moe-hot {}", settings.revision, settings.moe_hot)),
@@ -172,6 +181,22 @@ pub fn arm_rows(summary: &Summary) -> Vec<Vec<String>> {
     rows
 }
 
+/// What the calls of each layer take, by arm, the header first; `None` where no server has said it.
+pub fn layer_rows(summary: &Summary) -> Option<Vec<Vec<String>>> {
+    let arms: Vec<_> = summary.arms.iter().filter(|arm| !arm.layers.is_empty()).collect();
+    let layers: BTreeSet<u32> = arms.iter().flat_map(|arm| &arm.layers).map(|call| call.layer).collect();
+    let heads = |arm: &&ArmSummary| ["CPU", "device", "wait"].map(|what| format!("{}: {what}", arm.arm.label()));
+    let mut rows = vec![std::iter::once("layer".to_owned()).chain(arms.iter().flat_map(heads)).collect()];
+    for layer in layers {
+        let cells = |arm: &&ArmSummary| match arm.layers.iter().find(|call| call.layer == layer) {
+            Some(call) => [call.cpu_us, call.device_us, call.wait_us].map(|us| format!("{us:.1}")),
+            None => [NONE; 3].map(str::to_owned),
+        };
+        rows.push(std::iter::once(layer.to_string()).chain(arms.iter().flat_map(cells)).collect());
+    }
+    (!arms.is_empty()).then_some(rows)
+}
+
 fn memory(memory: &Memory) -> String {
     match memory.device_mib {
         Some(device) => format!(
@@ -252,7 +277,13 @@ pub mod testing {
         Results {
             schema: SCHEMA.into(),
             settings: settings(),
-            machine: Machine { cpu: "a CPU".into(), device_total_mib: 300, device_free_mib: 250, began: "now".into() },
+            machine: Machine {
+                cpu: "a CPU".into(),
+                device: "GPU".into(),
+                device_total_mib: 300,
+                device_free_mib: 250,
+                began: "now".into(),
+            },
             steps: BTreeMap::new(),
             summary: None,
             complete: true,

@@ -106,6 +106,29 @@ pub fn check_one_fits(tests: &[Test], stock: &Memory, vram_mib: u64) -> Result<(
     Ok(())
 }
 
+/// Refuses memory that can be seen to be too much or too little before anything runs.
+pub fn check_vram(settings: &Settings, machine: &Machine, layers: &[ExpertLayer]) -> Result<()> {
+    let (vram, free) = (vram_mib(settings, machine), machine.device_free_mib);
+    let device = &settings.device;
+    ensure!(
+        settings.vram.is_some() || free > RESERVE_MIB,
+        "--vram is not given, and {device} has {free} MiB free, of which {RESERVE_MIB} MiB are left alone; expected --vram SIZE"
+    );
+    let given = show(Bytes(settings.vram.unwrap_or(Bytes::from_mib(vram).0)));
+    ensure!(
+        vram <= free,
+        "--vram {given}: {device} has {free} MiB free of {} MiB; expected at most that",
+        machine.device_total_mib
+    );
+    let least = layers.iter().map(ExpertLayer::bytes).min().unwrap_or(Bytes::ZERO);
+    ensure!(
+        Bytes::from_mib(vram) >= least,
+        "--vram {given}: the experts of one layer alone take {}; expected more",
+        show(least)
+    );
+    Ok(())
+}
+
 /// The fastest test; of equal ones the first.
 fn best(tests: &[Test]) -> Option<&Test> {
     let speeds: Vec<f64> = tests.iter().map(|test| test.speed().unwrap_or(f64::NAN)).collect();
@@ -167,7 +190,13 @@ mod tests {
     }
 
     fn machine() -> Machine {
-        Machine { cpu: "x".into(), device_total_mib: 300, device_free_mib: 250, began: "now".into() }
+        Machine {
+            cpu: "x".into(),
+            device: "GPU".into(),
+            device_total_mib: 300,
+            device_free_mib: 250,
+            began: "now".into(),
+        }
     }
 
     #[test]
@@ -193,6 +222,21 @@ mod tests {
         // The first layer has no experts: its number changes nothing.
         let layers: Vec<_> = (1..4).map(|n| layer(n, 10)).collect();
         assert_eq!(whole_layers_to_try(&layers, 0.0, 25).unwrap(), [2, 3]);
+    }
+
+    #[test]
+    fn memory_that_no_run_could_have_is_refused_at_once() {
+        let layers = [layer(0, 10), layer(1, 20)];
+        let refusal = |vram: Option<u64>, free: u64| {
+            let vram = vram.map(|mib| Bytes::from_mib(mib).0);
+            let machine = Machine { device_free_mib: free, ..machine() };
+            check_vram(&Settings { vram, ..settings() }, &machine, &layers).err().map(|error| error.to_string())
+        };
+        assert_eq!((refusal(Some(250), 250), refusal(Some(10), 250), refusal(None, 1034)), (None, None, None));
+        let said = |vram, free| refusal(vram, free).unwrap();
+        assert_eq!(said(Some(251), 250), "--vram 251 MiB: RPC0 has 250 MiB free of 300 MiB; expected at most that");
+        assert_eq!(said(Some(9), 250), "--vram 9.0 MiB: the experts of one layer alone take 10 MiB; expected more");
+        assert!(said(None, 1024).contains("has 1024 MiB free, of which 1024 MiB are left alone; expected --vram SIZE"));
     }
 
     #[test]
