@@ -8,7 +8,9 @@ import contextlib
 import dataclasses
 import datetime
 import json
+import math
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -124,14 +126,32 @@ def make_model(path: Path, sizes: models.Sizes, end: float) -> dict:
     return made | shape | {"routing": dataclasses.asdict(models.MIX), "seconds": time.monotonic() - begin}
 
 
-def beside_experts_mib(bench: speeds.Bench) -> int:
+def beside_experts_mib(bench: speeds.Bench) -> float:
+    """What stock has on the device without any expert, with the context of `moe-hot compare`'s server: as llama.cpp says it
+    when it loads the model, else an estimate."""
+    command = [BIN / "llama-completion", "-m", bench.model, "-c", N_CONTEXT, "-n", 1, "-p", "a", "-no-cnv", "--no-warmup"]
+    command += ["--fit", "off", "-ngl", 99, "--cpu-moe", "--no-repack", "--device", bench.device, "-lv", 4]
+    command += ["--rpc", bench.arguments[-1]] if bench.arguments else []
+    _, said, _ = bench.programs.run(command)
+    return said_mib(said, bench.device) or estimated_mib(bench)
+
+
+def said_mib(said: str, device: str) -> float:
+    """Of all buffers there; a scratch buffer that is made anew takes the place of the one before."""
+    sizes: dict[str, list[float]] = {}
+    for kind, mib in re.findall(rf" {device}(?:\[\S*\])? +(.+?) buffer size = +([\d.]+) MiB", said):
+        sizes.setdefault(kind, []).append(float(mib))
+    return sum(max(of_kind) if kind == "compute" else sum(of_kind) for kind, of_kind in sizes.items())
+
+
+def estimated_mib(bench: speeds.Bench) -> float:
     """An estimate of what stock has on the device without any expert: dense weights, keys and values, one layer's experts (they
     are copied there for a prompt) and what a prompt's tokens need."""
     sizes = bench.sizes
     dense = bench.model.stat().st_size - sizes.all_expert_bytes
     context = N_CONTEXT * sizes.n_layer * 2 * sizes.n_head_kv * sizes.head_dim * 2
     scratch = 16 * speeds.N_PROMPT * sizes.n_embd * 4
-    return (dense + context + sizes.n_expert * sizes.expert_bytes + scratch) // MIB
+    return (dense + context + sizes.n_expert * sizes.expert_bytes + scratch) / MIB
 
 
 def compare(bench: speeds.Bench) -> dict:
@@ -148,8 +168,9 @@ def compare(bench: speeds.Bench) -> dict:
     same += ["--rpc", bench.arguments[-1]] if bench.arguments else []
     found: dict[str, dict] = {}
     shares = [share for share in speeds.SHARES if share < 1]
+    beside = beside_experts_mib(bench)
     for number, share in enumerate(shares):
-        vram = beside_experts_mib(bench) + round(share * bench.sizes.all_expert_bytes / MIB)
+        vram = math.ceil(beside + share * bench.sizes.all_expert_bytes / MIB)
         output = bench.programs.work / f"compare-{vram}"
         try:
             with speeds.narrowed(bench.budget, len(shares) - number):

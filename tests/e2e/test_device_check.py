@@ -3,6 +3,7 @@
 import importlib.util
 import io
 import json
+import math
 import os
 import subprocess
 import sys
@@ -395,6 +396,23 @@ def test_nothing_is_left_of_a_program_whose_time_is_over(monkeypatch, tmp_path, 
     wait_for("it has ended", lambda: not is_running(child))
 
 
+# 150.5 MiB of them are CUDA0's.
+BUFFERS = """0.00.017.145 I load_tensors:        CUDA0 model buffer size =   100.00 MiB
+0.00.017.146 I load_tensors:   CPU_Mapped model buffer size =  4000.00 MiB
+0.00.019.221 I llama_kv_cache:      CUDA0 KV buffer size =    16.00 MiB
+0.00.033.066 I sched_reserve:      CUDA0 compute buffer size =    20.00 MiB
+0.00.033.067 I sched_reserve:      CUDA0 compute buffer size =    34.50 MiB
+0.00.033.068 I sched_reserve:  CUDA_Host compute buffer size =     9.00 MiB
+"""
+
+
+def test_what_is_on_a_device_beside_experts_is_read_from_llama_cpps_lines():
+    assert device_check.said_mib(BUFFERS, "CUDA0") == 150.5
+    behind_a_server = BUFFERS.replace("CUDA0", "RPC0[127.0.0.1:50152]")
+    assert device_check.said_mib(behind_a_server, "RPC0") == 150.5
+    assert device_check.said_mib(BUFFERS, "CUDA1") == 0, "then it is estimated"
+
+
 class Compares:
     """Stands for Programs: `moe-hot compare` that does by turns what it is told, and takes that long."""
 
@@ -406,10 +424,12 @@ class Compares:
     def environment(self, **extra: object) -> dict:
         return extra
 
-    def run(self, command: list, _: dict | None = None) -> None:
+    def run(self, command: list, _: dict | None = None) -> tuple[str, str, int]:
         words = [str(word) for word in command]
         if "--help" in words:
-            return
+            return "", "", 0
+        if words[0].endswith("llama-completion"):
+            return "", BUFFERS, 0
         assert words[words.index("--depth") + 1] == "0"
         self.vram.append(words[words.index("--vram") + 1])
         self.left_s.append(self.budget.left_s)
@@ -420,6 +440,7 @@ class Compares:
         output = Path(words[words.index("-o") + 1])
         output.mkdir()
         (output / "results.json").write_text(json.dumps(answer))
+        return "", "", 0
 
 
 REFUSAL = folder.Failed("exit code 2: …", 2, "moe-hot: --vram 27 MiB: the whole model takes 20 MiB; expected less")
@@ -447,6 +468,7 @@ def test_what_compare_refuses_is_no_failure_and_other_results_are_kept(monkeypat
     ]
     assert [vram.replace(" ", "") for vram in part["result"]] == programs.vram
     assert [round(left) for left in programs.left_s] == [33, 45, 80], "each has its part of what is left"
+    assert programs.vram[0] == f"{math.ceil(150.5 + models.LARGE.all_expert_bytes / (4 << 20))}MiB"
     steps = [int(vram.removesuffix("MiB")) for vram in programs.vram]
     assert steps[2] - steps[1] == steps[1] - steps[0] == models.LARGE.all_expert_bytes // 4 >> 20
 

@@ -38,7 +38,8 @@ pub struct Tuned {
     pub ubatch: u32,
     /// `--n-cpu-moe`: the fastest of those that fit.
     pub n_cpu_moe: u32,
-    /// MiB that the experts of the whole layers take on the device, rounded up: what a cache may take.
+    /// MiB that the experts of the whole layers take on the device, rounded up: what a cache may take. In a workload that has been
+    /// measured with whole layers: what they took there above stock without experts.
     pub cache_mib: u64,
     /// `--fit-target`: MiB of the device that stock leaves free.
     pub fit_target_mib: u64,

@@ -16,7 +16,7 @@ use super::steps::{Step, steps};
 use super::store::Machine;
 use super::summary::mark;
 use super::tune::{
-    TRIED_TOKENS, check_one_fits, physical_cores, threads_to_try, tuned, ubatches_to_try, vram_mib,
+    TRIED_TOKENS, check_one_fits, for_workload, physical_cores, threads_to_try, tuned, ubatches_to_try, vram_mib,
     whole_layers_to_try, without_experts,
 };
 use crate::cli::failure::{Failure, OrFail};
@@ -69,7 +69,7 @@ impl Measuring<'_> {
     pub fn run(&self, step: Step) -> Result<Outcome, Failure> {
         let began = Instant::now();
         let started = humantime::format_rfc3339_seconds(SystemTime::now()).to_string();
-        let tuned = tuned(self.settings, self.machine, self.done);
+        let tuned = self.with_equal_memory(step, tuned(self.settings, self.machine, self.done));
         let outcome = match step {
             Step::WholeLayers => self.whole_layers(&tuned)?,
             _ => self.step(step, &tuned).with_context(|| step.key()).or_internal()?,
@@ -82,6 +82,19 @@ impl Measuring<'_> {
         check_device(&step.key(), earlier, outcome.device.as_deref()).or_input()?;
         self.check_memory(step, &outcome).or_internal()?;
         Ok(outcome)
+    }
+
+    /// With the cache's size for the step's workload.
+    fn with_equal_memory(&self, step: Step, tuned: Tuned) -> Tuned {
+        let (without, baseline) = match step {
+            Step::Bench(_, arm) if arm.has_equal_memory() => (Step::Memory, Step::Bench(0, Arm::NCpuMoe)),
+            Step::Server(_, arm) | Step::Waits(arm) if arm.has_equal_memory() => {
+                (Step::Reference, Step::Server(0, Arm::NCpuMoe))
+            }
+            _ => return tuned,
+        };
+        let memory = |step: Step| self.done.get(&step.key())?.memory.as_ref();
+        for_workload(tuned, memory(without), memory(baseline))
     }
 
     /// How long a program may run that computes so many tokens.

@@ -93,7 +93,8 @@ pub fn facts(results: &Results, summary: &Summary) -> Vec<(&'static str, String)
         (
             "equal memory",
             format!(
-                "--n-cpu-moe {}, the fastest that fits; a cache gets its {} MiB (--moe-hot-cache-max-mib)",
+                "--n-cpu-moe {}, the fastest that fits; a cache gets what that takes (--moe-hot-cache-max-mib): {} MiB of experts, and \
+                 the scratch memory that they need in each workload",
                 tuned.n_cpu_moe, tuned.cache_mib
             ),
         ),
@@ -228,10 +229,27 @@ pub fn notes(results: &Results, summary: &Summary) -> Vec<String> {
         }
         notes.extend(arm.not_measured.iter().map(|why| format!("Not measured: {}, {why}", arm.arm.label())));
     }
+    notes.extend(more_than_asked(results));
     if let Some(cache) = smaller_cache(results) {
         notes.push(cache);
     }
     notes
+}
+
+/// Where the whole layers took more than was asked for, with the scratch memory that they need.
+fn more_than_asked(results: &Results) -> Option<String> {
+    let vram = Bytes(results.settings.vram?).0 as f64 / (1u64 << 20) as f64;
+    let baseline = super::summary::BASELINE;
+    let steps = [Step::Bench(0, baseline), Step::Server(0, baseline)];
+    let taken = steps.iter().filter_map(|step| Some(results.steps.get(&step.key())?.memory.as_ref()?.said_mib()));
+    let most = taken.fold(0.0, f64::max);
+    (most > vram).then(|| {
+        format!(
+            "{} took {most:.1} MiB, with scratch memory that only shows when it runs: more than --vram, as all arms did \
+             that are compared with it.",
+            baseline.label()
+        )
+    })
 }
 
 /// Where the cache could not come as close to the whole layers' bytes as it should.
@@ -293,6 +311,8 @@ pub mod testing {
 
 #[cfg(test)]
 mod tests {
+    use super::super::arm::Arm;
+    use super::super::outcome::Outcome;
     use super::super::summary::testing::summary;
     use super::testing::results;
     use super::*;
@@ -316,6 +336,21 @@ mod tests {
             )
         );
         assert!(text.contains("not one request was answered on the device"));
+    }
+
+    #[test]
+    fn whole_layers_that_took_more_than_was_asked_for_are_named() {
+        let mut results = results();
+        assert_eq!(more_than_asked(&results), None);
+        let memory = Memory { model_mib: 70.0, context_mib: 30.0, ..Memory::default() };
+        let mut took = |context_mib: f64| {
+            let memory = Memory { context_mib, ..memory.clone() };
+            let outcome = Outcome { memory: Some(memory), ..Outcome::default() };
+            results.steps.insert(Step::Server(0, Arm::NCpuMoe).key(), outcome);
+            more_than_asked(&results)
+        };
+        assert_eq!(took(30.0), None, "100 MiB were asked for");
+        assert!(took(31.0).unwrap().contains("took 101.0 MiB"));
     }
 
     #[test]

@@ -3,6 +3,7 @@
 //! Pure: says what to try, and takes the fastest of what was tried. Our cache then gets the bytes of those whole layers.
 
 use super::arm::Tuned;
+use super::fairness::Compared;
 use super::outcome::{Memory, Outcome, Test};
 use super::settings::Settings;
 use super::stats::fastest;
@@ -79,6 +80,14 @@ pub fn tuned(settings: &Settings, machine: &Machine, steps: &BTreeMap<String, Ou
         cache_mib: layers.map_or(0, |(_, mib)| mib.ceil() as u64),
         fit_target_mib: machine.device_free_mib.saturating_sub(vram_mib(settings, machine)),
     }
+}
+
+/// The same with the cache's MiB for one workload: what whole layers took there above what stock takes without experts, scratch
+/// memory included. `without` and `baseline`: memory of that workload; what is missing changes nothing.
+pub fn for_workload(tuned: Tuned, without: Option<&Memory>, baseline: Option<&Memory>) -> Tuned {
+    let Some((without, baseline)) = without.zip(baseline) else { return tuned };
+    let Compared { arm_mib, baseline_mib, .. } = Compared::of(without, baseline);
+    Tuned { cache_mib: (baseline_mib - arm_mib).max(1.0).ceil() as u64, ..tuned }
 }
 
 /// What stock takes on the device without experts there: its weights, and the larger of llama-bench's longest context and the
@@ -207,6 +216,19 @@ mod tests {
         assert_eq!(physical_cores("processor: 0\n", 6), 6);
         assert_eq!(physical_cores(&info, 2), 2, "in a container with fewer");
         assert_eq!((threads_to_try(4, 8), threads_to_try(1, 1)), (vec![2, 4, 8], vec![1]));
+    }
+
+    #[test]
+    fn a_cache_gets_what_whole_layers_take_in_its_workload() {
+        let tuned = Tuned { threads: 1, ubatch: 512, n_cpu_moe: 3, cache_mib: 4, fit_target_mib: 0 };
+        let said = |model_mib: f64, context_mib: f64| Memory { model_mib, context_mib, ..Memory::default() };
+        let (without, whole) = (said(1.2, 5.0), said(4.6, 8.1));
+        assert_eq!(for_workload(tuned, Some(&without), Some(&whole)).cache_mib, 7, "3.4 of experts, 3.1 of scratch");
+        assert_eq!(for_workload(tuned, Some(&whole), Some(&without)).cache_mib, 1);
+        assert_eq!(for_workload(tuned, None, Some(&whole)), tuned);
+        // The device's own figures come first.
+        let device = |mib: i64, memory: Memory| Memory { device_mib: Some(mib), device_noise_mib: Some(0), ..memory };
+        assert_eq!(for_workload(tuned, Some(&device(500, without)), Some(&device(600, whole))).cache_mib, 100);
     }
 
     #[test]
