@@ -129,9 +129,9 @@ def make_model(path: Path, sizes: models.Sizes, end: float) -> dict:
 def beside_experts_mib(bench: speeds.Bench) -> float:
     """What stock has on the device without any expert, with the context of `moe-hot compare`'s server: as llama.cpp says it
     when it loads the model, else an estimate."""
-    command = [BIN / "llama-completion", "-m", bench.model, "-c", N_CONTEXT, "-n", 1, "-p", "a", "-no-cnv", "--no-warmup"]
+    servers = ["--rpc", bench.arguments[-1]] if bench.arguments else []  # first: they make the device known
+    command = [BIN / "llama-completion", *servers, "-m", bench.model, "-c", N_CONTEXT, "-n", 1, "-p", "a", "-no-cnv", "--no-warmup"]
     command += ["--fit", "off", "-ngl", 99, "--cpu-moe", "--no-repack", "--device", bench.device, "-lv", 4]
-    command += ["--rpc", bench.arguments[-1]] if bench.arguments else []
     _, said, _ = bench.programs.run(command)
     return said_mib(said, bench.device) or estimated_mib(bench)
 

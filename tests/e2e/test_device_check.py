@@ -429,6 +429,7 @@ class Compares:
         if "--help" in words:
             return "", "", 0
         if words[0].endswith("llama-completion"):
+            assert "--rpc" not in words or words.index("--rpc") < words.index("--device"), "else there is no such device"
             return "", BUFFERS, 0
         assert words[words.index("--depth") + 1] == "0"
         self.vram.append(words[words.index("--vram") + 1])

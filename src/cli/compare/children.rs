@@ -1,6 +1,7 @@
 //! Starts the programs that are compared, and ends them: at their end, on an error, and when the user interrupts us.
 //!
-//! One that runs longer than it may is ended too. Each runs in a process group of its own, so that whatever it has started ends with it. Its outputs go to files.
+//! One that runs longer than it may is ended too. Each runs in a process group of its own, so that whatever it has started ends
+//! with it. Its outputs go to files.
 
 use anyhow::{Context, Result, bail, ensure};
 use rustix::process::{Pid, Signal, kill_process, kill_process_group};
@@ -13,7 +14,7 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::thread::{JoinHandle, sleep, spawn};
+use std::thread::{Builder, JoinHandle, sleep};
 use std::time::{Duration, Instant};
 
 /// How often to look whether a program has ended.
@@ -67,17 +68,18 @@ struct Watch {
 }
 
 impl Watch {
-    fn over(group: i32, limit: Duration) -> Self {
+    fn over(group: i32, limit: Duration) -> Result<Self> {
         let is_over = Arc::new(AtomicBool::new(false));
         let (no_need, told) = channel();
         let over = Arc::clone(&is_over);
-        let thread = spawn(move || {
+        let watch = move || {
             if told.recv_timeout(limit) == Err(RecvTimeoutError::Timeout) {
                 over.store(true, Ordering::SeqCst);
                 kill_group(group);
             }
-        });
-        Self { limit, is_over, no_need: Some(no_need), thread: Some(thread) }
+        };
+        let thread = Builder::new().spawn(watch).context("watching the time")?;
+        Ok(Self { limit, is_over, no_need: Some(no_need), thread: Some(thread) })
     }
 
     fn end(&mut self) {
@@ -95,10 +97,13 @@ impl Running {
         let name = Path::new(command.get_program()).display().to_string();
         let file = |path: &Path| File::create(path).with_context(|| path.display().to_string());
         command.stdin(Stdio::null()).stdout(file(&output_of(log))?).stderr(file(log)?).process_group(0);
-        let child = command.spawn().with_context(|| format!("{name}: cannot be started"))?;
+        let mut child = command.spawn().with_context(|| format!("{name}: cannot be started"))?;
         let group = Pid::from_child(&child).as_raw_nonzero().get();
         GROUPS.lock().unwrap_or_else(PoisonError::into_inner).insert(group);
-        let watch = Watch::over(group, limit);
+        let watch = Watch::over(group, limit).inspect_err(|_| {
+            kill_group(group);
+            let _ = child.wait();
+        })?;
         let running = Self { child, group, log: log.into(), name, watch };
         // Else it came too late for the one who ends them all.
         ensure!(!was_interrupted(), "interrupted");

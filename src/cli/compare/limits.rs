@@ -11,8 +11,8 @@ use std::time::Duration;
 
 /// A run may take so many times as long as the longest finished step of its kind ...
 const TIMES: f64 = 10.0;
-/// ... and this besides, since files may have left main memory meanwhile.
-const SPARE: Duration = Duration::from_secs(600);
+/// ... and this besides, since files may have left main memory meanwhile, and a backend may compile kernels that only one arm uses.
+const SPARE: Duration = Duration::from_secs(1800);
 /// How long loading a model may take where nothing is known.
 pub const LOAD_LIMIT: Duration = Duration::from_secs(3600);
 /// The slowest speeds that are waited for where nothing is known, tokens per second.
@@ -93,7 +93,7 @@ mod tests {
         let none = [(Step::Server(0, Arm::Fit), &other), (Step::Bench(0, Arm::MoeCacheMib), &skipped)];
         assert_eq!(limit(step, &none, tokens), Duration::from_secs(3600 + 50 + 100));
         let some = [none[0], (Step::Bench(0, Arm::Fit), &long), (Step::Bench(0, Arm::CpuMoe), &short)];
-        assert_eq!(limit(step, &some, tokens), Duration::from_secs(600 + 600));
+        assert_eq!(limit(step, &some, tokens), Duration::from_secs(1800 + 600));
         assert_eq!(limit(step, &[], Tokens { prompt: u64::MAX, decode: u64::MAX }), Duration::MAX);
     }
 }
