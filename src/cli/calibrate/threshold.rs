@@ -11,9 +11,9 @@ const LEAST_GAIN: f64 = 0.03;
 pub struct Prompt {
     /// Tokens, in one batch.
     pub n_tokens: u32,
-    /// Milliseconds with the experts on the CPU.
+    /// Milliseconds with the experts on the CPU, at best.
     pub cpu_ms: f64,
-    /// Milliseconds with the experts copied to the GPU.
+    /// Milliseconds with the experts copied to the GPU, at best.
     pub copied_ms: f64,
 }
 
