@@ -12,7 +12,10 @@
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <fstream>
 #include <system_error>
+
+#include <unistd.h>
 
 namespace {
 
@@ -153,6 +156,32 @@ std::vector<size_t> numbers(const json & list) {
     return values;
 }
 
+// Starts the program anew with these variables, which backends read while they are loaded: once, since they are set then. Where
+// that is not possible the program goes on without them.
+void restart_with(const json & variables) {
+    std::vector<std::string> words;
+    std::ifstream            command_line("/proc/self/cmdline", std::ios::binary);
+    for (std::string word; std::getline(command_line, word, '\0');) {
+        words.push_back(word);
+    }
+    std::vector<char *> argv;
+    for (auto & word : words) {
+        argv.push_back(&word[0]);
+    }
+    argv.push_back(nullptr);
+    if (words.empty() || variables.size() == 0) {
+        return;
+    }
+    for (const auto & [name, value] : variables.items()) {
+        setenv(name.c_str(), value.get<std::string>().c_str(), 1);
+    }
+    fflush(nullptr);
+    execv("/proc/self/exe", argv.data());
+    for (const auto & [name, value] : variables.items()) {
+        unsetenv(name.c_str());
+    }
+}
+
 // Asks the plugin what follows, and ends the program if the answer is no.
 json prepare(const json & request) {
     load();
@@ -167,6 +196,7 @@ json prepare(const json & request) {
     if (answer.contains("error")) {
         refuse(answer.at("code").get<int>(), answer.at("error").get<std::string>());
     }
+    restart_with(answer.at("restart_with"));
     for (const auto & [name, value] : answer.at("environment").items()) {
         setenv(name.c_str(), value.get<std::string>().c_str(), 1);
     }
@@ -222,6 +252,11 @@ void moe_hot_after_parse(common_params & params, llama_example ex) {
     request["is_router"] = ex == LLAMA_EXAMPLE_SERVER && params.model.path.empty() && !is_fetched;
     request["fits"]      = params.fit_params ? "always" : "never";
     request["no_host"]   = params.no_host;
+    const int n_threads = params.cpuparams_batch.n_threads > 0 ? params.cpuparams_batch.n_threads : params.cpuparams.n_threads;
+    request["n_threads"] = to_json(n_threads > 0 ? std::vector<int>{ n_threads } : std::vector<int>{});
+    request["n_gpu_layers"]  = to_json(params.n_gpu_layers >= 0 ? std::vector<int>{ params.n_gpu_layers } : std::vector<int>{});
+    request["has_load_mode"] = params.load_mode != LLAMA_LOAD_MODE_AUTO;
+    request["no_op_offload"] = params.no_op_offload;
     json targets = json::array();
     for (const size_t bytes : params.fit_params_target) {
         targets.push_back((uint64_t) (bytes / MIB));
@@ -313,6 +348,10 @@ void moe_hot_bench_prepare(moe_hot_bench & bench) {
     request["overrides"] = to_json(bench.overrides);
     request["n_cpu_moe"] = to_json(bench.n_cpu_moe);
     request["no_host"]   = bench.no_host;
+    request["n_threads"]     = to_json(bench.n_threads);
+    request["n_gpu_layers"]  = to_json(bench.n_gpu_layers);
+    request["has_load_mode"] = bench.has_load_mode;
+    request["no_op_offload"] = bench.no_op_offload;
     request["fits"]      = bench.fit_target_mib.empty() ? "never" : "each";
     json targets = json::array();
     for (const size_t mib : bench.fit_target_mib) {

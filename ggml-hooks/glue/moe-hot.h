@@ -55,12 +55,25 @@ struct moe_hot_bench {
     std::vector<std::string> overrides; // patterns
     std::vector<int>         n_cpu_moe;
     std::vector<size_t>      fit_target_mib;
-    bool                     no_host = false;
+    std::vector<int>         n_threads;
+    std::vector<int>         n_gpu_layers;
+    bool                     no_host       = false;
+    bool                     has_load_mode = false;
+    bool                     no_op_offload = false;
 };
 void moe_hot_bench_prepare(moe_hot_bench & bench);
 // `params`: llama-bench's, before its defaults are set.
 template <typename Params> void moe_hot_bench_after_parse(Params & params) {
-    moe_hot_bench bench = { params.model, {}, params.n_cpu_moe, params.fit_params_target, false };
+    moe_hot_bench bench;
+    bench.models         = params.model;
+    bench.n_cpu_moe      = params.n_cpu_moe;
+    bench.fit_target_mib = params.fit_params_target;
+    bench.n_threads      = params.n_threads;
+    bench.n_gpu_layers   = params.n_gpu_layers;
+    bench.has_load_mode  = !params.load_mode.empty();
+    for (const bool no_op_offload : params.no_op_offload) {
+        bench.no_op_offload = bench.no_op_offload || no_op_offload;
+    }
     for (const auto & test : params.tensor_buft_overrides) {
         for (const auto & placed : test) {
             if (placed.pattern) {

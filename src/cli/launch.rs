@@ -7,6 +7,7 @@ use super::fit;
 use super::flags;
 use super::placement::places_experts;
 use super::program::{self, Program};
+use super::threshold;
 use super::two_caches::refuse_two_caches;
 use crate::gguf::ModelFile;
 use crate::options::host::{
@@ -99,6 +100,9 @@ fn prepare(command: Vec<OsString>, own_folder: &Path) -> Result<Command, Failure
     }
     if loaded.iter().any(|loaded| loaded.target.settings.has(&NO_HOST)) {
         run.env(LAUNCHER_NO_HOST, "1");
+    }
+    if let Some(loaded) = one(&loaded).filter(|_| config.takes_experts()) {
+        run.envs(threshold::environment(&loaded.target.settings, loaded.model.as_ref()));
     }
     run.args(args).env(BACKEND_PATH, plugin).env(PREPARED, "1").envs(flags.environment());
     Ok(run)

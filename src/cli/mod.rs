@@ -30,6 +30,7 @@ mod replay;
 mod report;
 mod same_model;
 mod size;
+mod threshold;
 mod two_caches;
 
 use crate::ggml::served_revisions;

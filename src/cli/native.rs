@@ -7,12 +7,13 @@ use super::failure::{Failure, OrFail};
 use super::fit::{self, Fitting};
 use super::flags::Flags;
 use super::placement::places_experts;
+use super::threshold;
 use super::two_caches::refuse_two_caches;
 use crate::ggml;
 use crate::gguf::ModelFile;
 use crate::options::host::{
-    CPU_MOE, DEVICE, FIT, FIT_TARGET, HostOption, LAUNCHER_NO_HOST, N_CPU_MOE, NO_HOST, OVERRIDE_TENSOR, PREPARED,
-    Settings, variable,
+    CPU_MOE, DEVICE, FIT, FIT_TARGET, GPU_LAYERS, HostOption, LAUNCHER_NO_HOST, LOAD_MODE, N_CPU_MOE, NO_HOST,
+    NO_OP_OFFLOAD, OVERRIDE_TENSOR, PREPARED, Settings, THREADS, variable,
 };
 use crate::options::{HOT_CACHE_DEVICE, OPTIONS};
 use anyhow::{Context, anyhow, bail};
@@ -47,6 +48,17 @@ struct Request {
     devices: Vec<String>,
     #[serde(default)]
     no_host: bool,
+    /// Threads for prompts, where given; several are tests of their own.
+    #[serde(default)]
+    n_threads: Vec<i64>,
+    /// Layers on GPUs, where given as a number.
+    #[serde(default)]
+    n_gpu_layers: Vec<i64>,
+    /// Whether the model's file is read in another way than llama.cpp chooses.
+    #[serde(default)]
+    has_load_mode: bool,
+    #[serde(default)]
+    no_op_offload: bool,
     /// Whether it only starts others, which will ask for themselves.
     #[serde(default)]
     is_router: bool,
@@ -68,6 +80,8 @@ enum Fits {
 struct Answer {
     /// To be set before a model is loaded.
     environment: BTreeMap<&'static str, String>,
+    /// To be set before devices are loaded: the program is to be started anew with it.
+    restart_with: BTreeMap<&'static str, String>,
     /// Whether all experts are to be kept off the GPUs.
     place_experts: bool,
     /// What a fit is to leave free instead: one for all devices, or a list; empty: as it is.
@@ -121,6 +135,9 @@ fn answer(request: &Request) -> Result<Answer, Failure> {
     }
     if settings.has(&NO_HOST) {
         answer.environment.insert(LAUNCHER_NO_HOST, "1".into());
+    }
+    if !request.is_router && config.takes_experts() {
+        answer.restart_with = threshold::environment(&settings, model.as_ref()).into_iter().collect();
     }
     // The launcher has seen to the rest.
     if request.is_router || variable(PREPARED).is_some() {
@@ -186,6 +203,14 @@ impl Request {
         }
         if !targets.is_empty() {
             add(&FIT_TARGET, targets.iter().map(u64::to_string).collect::<Vec<_>>().join(","));
+        }
+        self.n_threads.iter().for_each(|n| add(&THREADS, n.to_string()));
+        self.n_gpu_layers.iter().for_each(|n| add(&GPU_LAYERS, n.to_string()));
+        if self.has_load_mode {
+            add(&LOAD_MODE, "other".into());
+        }
+        if self.no_op_offload {
+            add(&NO_OP_OFFLOAD, "1".into());
         }
         if !self.devices.is_empty() {
             add(&DEVICE, self.devices.join(","));

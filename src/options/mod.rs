@@ -16,7 +16,8 @@ pub use values::{Budget, CacheProfile, InvalidValue, Reserve, UpdateRate};
 
 use crate::units::MissRule;
 use host::{
-    LAUNCHER_NO_HOST, NO_HOST, OFFLOAD_MIN_BATCH, OFFLOAD_MIN_BATCH_DEFAULT, UNIFIED_MEMORY, is_yes, threshold,
+    LAUNCHER_NO_HOST, MEASURED_MIN_BATCH, NO_HOST, OFFLOAD_MIN_BATCH, OFFLOAD_MIN_BATCH_DEFAULT, UNIFIED_MEMORY,
+    is_yes, threshold,
 };
 use launcher::{MODEL_FILE, SAID_QUANTISATION, SESSION_BEGAN, session_began};
 use std::env;
@@ -73,6 +74,9 @@ pub struct Config {
     pub invalid: Vec<InvalidVariable>,
     /// Batches of this many tokens and more are stock's; we serve 1 to this minus 1.
     pub offload_min_batch: u32,
+    /// Batches of this many tokens and more, if they are ours, are only computed, on the CPU: a threshold that we have raised by
+    /// measurement changes nothing of what is cached, counted and learnt.
+    pub plain_min_batch: u32,
     /// Whether to keep away from page-locked host memory.
     pub no_host: bool,
     /// Whether the memory of CUDA's devices is the host's too.
@@ -96,6 +100,9 @@ impl Config {
     /// Reads variables by name.
     pub fn from_lookup(lookup: impl Fn(&str) -> Option<OsString>) -> Self {
         let mut reader = Reader { lookup, invalid: Vec::new() };
+        let offload_min_batch =
+            (reader.lookup)(OFFLOAD_MIN_BATCH).map_or(OFFLOAD_MIN_BATCH_DEFAULT, |text| threshold(&text));
+        let is_measured = reader.is_one(MEASURED_MIN_BATCH);
         Self {
             perf_out: reader.path(PERF_OUT.variable),
             hot_cache: reader.cache_profile(HOT_CACHE.variable),
@@ -119,8 +126,12 @@ impl Config {
             model_file: reader.path(MODEL_FILE),
             session_began: reader.given(SESSION_BEGAN).and_then(|value| session_began(&value)),
             said_quantisation: reader.is_one(SAID_QUANTISATION),
-            offload_min_batch: (reader.lookup)(OFFLOAD_MIN_BATCH)
-                .map_or(OFFLOAD_MIN_BATCH_DEFAULT, |text| threshold(&text)),
+            offload_min_batch,
+            plain_min_batch: if is_measured {
+                offload_min_batch.min(OFFLOAD_MIN_BATCH_DEFAULT)
+            } else {
+                offload_min_batch
+            },
             invalid: reader.invalid,
         }
     }
@@ -150,7 +161,7 @@ impl Config {
 
     /// Largest batch, in tokens, whose resident experts run on the device.
     pub fn max_hot_tokens(&self) -> usize {
-        self.offload_min_batch.saturating_sub(1).clamp(1, MAX_HOT_TOKENS) as usize
+        self.plain_min_batch.saturating_sub(1).clamp(1, MAX_HOT_TOKENS) as usize
     }
 
     /// Most requests of one layer call with `n_used` experts per token that run on the device.

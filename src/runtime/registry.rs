@@ -178,7 +178,7 @@ impl Runtime {
     pub(super) fn batch_begins(&self) {
         if self.bypass.count_batch() && self.has_unused_experts() && self.takes_experts() {
             self.said_bypassed.call_once(|| {
-                let largest = self.config.offload_min_batch.saturating_sub(1);
+                let largest = self.config.plain_min_batch.saturating_sub(1);
                 log(
                     Level::Warn,
                     &format!(
@@ -325,7 +325,7 @@ impl Runtime {
     }
 
     fn say_recording(&self, path: &Path) {
-        let largest = self.config.offload_min_batch.saturating_sub(1);
+        let largest = self.config.plain_min_batch.saturating_sub(1);
         let path = path.display();
         let without_cache = match (self.config.caches(), self.hot_device()) {
             (true, Ok(_)) => String::new(),

@@ -122,6 +122,12 @@ BAD_INPUTS = {
         ["report", "experts.json", "--trace", "routing.trace", "-o", "routing.trace", "--force"],
         ["is the input"],
     ),
+    "calibrate with a model that is not there": (["calibrate", "--model", "nothing.gguf"], ["nothing.gguf"]),
+    "calibrate with a model that is none": (["calibrate", "--model", "experts.json"], ["experts.json"]),
+    "calibrate with another program": (
+        ["calibrate", "--model", "model.gguf", "--program", "no-bench"],
+        ["--program", "no-bench", "no such program"],
+    ),
     "calibrate with no threads": (["calibrate", "-t", "0"], ["'0'", "--threads"]),
     "calibrate with a negative bandwidth": (["calibrate", "--gpu-bandwidth", "-5"], ["'-5'", "GB/s"]),
     "calibrate with NaN": (["calibrate", "--bus-bandwidth", "nan"], ["'nan'", "GB/s"]),

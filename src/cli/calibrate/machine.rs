@@ -1,6 +1,9 @@
 //! The stored figures of a machine.
 
+use super::threshold::Prompt;
 use crate::cli::output::write_file;
+use crate::gguf::ModelFile;
+use crate::options::host::OFFLOAD_MIN_BATCH_DEFAULT;
 use anyhow::{Context, Result, ensure};
 use etcetera::{BaseStrategy, choose_base_strategy};
 use serde::{Deserialize, Serialize};
@@ -46,6 +49,36 @@ pub struct Calibration {
     pub bus_gb_per_s: Option<Figure>,
     /// What a cached layer takes beside its reading.
     pub layer_overhead_us: Option<Figure>,
+    /// From which batch size on experts are worth copying, by model.
+    #[serde(default)]
+    pub prompts: Vec<Prompts>,
+}
+
+/// How fast the prompts of one model are, and what follows.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Prompts {
+    /// [`model_key`].
+    pub model: String,
+    /// When they were measured.
+    pub date: String,
+    /// Threads that computed.
+    pub n_threads: u32,
+    /// Whether the user gave their number; else it is what llama.cpp chooses.
+    pub are_threads_given: bool,
+    /// Batches of so many tokens and more are worth a copy.
+    pub min_batch: u32,
+    /// What was measured.
+    pub prompts: Vec<Prompt>,
+}
+
+/// What of a model decides how long its experts take: its kind, how many experts there are, how many are used, and their bytes.
+/// `None` if it has no experts.
+pub fn model_key(model: &ModelFile) -> Option<String> {
+    let bytes = model.expert_bytes()?;
+    let kind = model.text("general.architecture").unwrap_or("unknown");
+    let n_expert = model.experts().map(|tensor| tensor.n_expert).max()?;
+    let n_used = model.number("expert_used_count").unwrap_or(0);
+    Some(format!("{kind}, {n_used} of {n_expert} experts, {bytes} bytes"))
 }
 
 /// A number and where it is from.
@@ -94,6 +127,7 @@ impl Calibration {
         let figures = [Some(calibration.ram_gb_per_s), calibration.gpu_gb_per_s, calibration.bus_gb_per_s];
         let is_known = figures.iter().flatten().all(|figure| figure.value.is_finite() && figure.value > 0.0)
             && calibration.layer_overhead_us.is_none_or(|figure| figure.value.is_finite() && figure.value >= 0.0)
+            && calibration.prompts.iter().all(|prompts| prompts.min_batch >= OFFLOAD_MIN_BATCH_DEFAULT)
             && calibration.format == Self::FORMAT;
         ensure!(is_known, wrong);
         Ok(Some(calibration))
@@ -137,6 +171,14 @@ mod tests {
             gpu_gb_per_s: Some(figure(3.0)),
             bus_gb_per_s: None,
             layer_overhead_us: Some(figure(0.0)),
+            prompts: vec![Prompts {
+                model: "kind, 2 of 8 experts, 5 bytes".into(),
+                date: "2026-11-30T00:00:00Z".into(),
+                n_threads: 4,
+                are_threads_given: false,
+                min_batch: 77,
+                prompts: vec![Prompt { n_tokens: 32, cpu_ms: 2.5, copied_ms: 7.5 }],
+            }],
         };
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("a/b/calibration.json");
@@ -145,9 +187,14 @@ mod tests {
         calibration.store(&path).unwrap();
         assert_eq!(Calibration::load(&path).unwrap(), Some(calibration));
         let good = fs::read_to_string(&path).unwrap();
-        for (old, new) in
-            [("1.5", "0.0"), ("1.5", "-1.0"), ("3.0", "1e999"), ("\"format\": 1", "\"format\": 9"), ("{", "")]
-        {
+        for (old, new) in [
+            ("1.5", "0.0"),
+            ("1.5", "-1.0"),
+            ("3.0", "1e999"),
+            ("\"format\": 1", "\"format\": 9"),
+            ("77", "7"),
+            ("{", ""),
+        ] {
             fs::write(&path, good.replacen(old, new, 1)).unwrap();
             assert!(Calibration::load(&path).is_err(), "{old} {new}");
         }

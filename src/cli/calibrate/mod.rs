@@ -1,9 +1,13 @@
 //! `moe-hot calibrate`: what `moe-hot plan` must know of this machine.
 
 mod machine;
+mod prompts;
 mod read;
+mod threshold;
 
-pub use machine::{Calibration, Figure, LAYER_OVERHEAD_US, Source, this_machine};
+pub use machine::{Calibration, Figure, LAYER_OVERHEAD_US, Prompts, Source, model_key, this_machine};
+
+use threshold::Prompt;
 
 use super::failure::{Failure, OrFail, named_by_user};
 use super::output::{print, print_json, tell};
@@ -12,6 +16,7 @@ use crate::units::Bytes;
 use anyhow::Context;
 use clap::Args;
 use std::num::NonZero;
+use std::path::PathBuf;
 use std::thread::available_parallelism;
 use std::time::SystemTime;
 
@@ -29,8 +34,10 @@ const MAX_US: f64 = 1e6;
     few seconds; nothing else should run meanwhile.\n\
     Not measured, but taken from you: the GPU's memory and the bus (a GPU is only seen from inside a llama.cpp\n\
     program). Look them up: RTX 3060 360, RTX 4090 1008; PCIe 3 x16 about 12, PCIe 4 x16 about 25. What was given\n\
-    is kept until it is given anew.\n\n\
-    Examples:\n  moe-hot calibrate --threads 8 --gpu-bandwidth 360 --bus-bandwidth 12\n  moe-hot calibrate --json"
+    is kept until it is given anew.\n\
+    With --model: prompts of that model too, by llama-bench, with its experts on the CPU and copied to the GPU. From then on\n\
+    moe-hot tells llama.cpp which batches are worth a copy. It takes minutes with a large model.\n\n\
+    Examples:\n  moe-hot calibrate --threads 8 --gpu-bandwidth 360 --bus-bandwidth 12\n  moe-hot calibrate --model model.gguf\n  moe-hot calibrate --json"
 )]
 pub struct CalibrateArgs {
     /// Threads that read: as many as llama.cpp will compute with (-t); all CPUs unless told
@@ -45,6 +52,12 @@ pub struct CalibrateArgs {
     /// Time that a cached layer takes beside its reading, in µs (launch, wait, copies of rows)
     #[arg(long, value_name = "µs", allow_negative_numbers = true, value_parser = overhead)]
     layer_overhead: Option<f64>,
+    /// Measure the prompts of this model too
+    #[arg(short, long, value_name = "FILE")]
+    model: Option<PathBuf>,
+    /// llama-bench; it is looked for as moe-hot does for any program unless told
+    #[arg(long, value_name = "FILE", requires = "model")]
+    program: Option<PathBuf>,
     /// Print JSON
     #[arg(long)]
     json: bool,
@@ -76,6 +89,16 @@ pub fn calibrate(args: &CalibrateArgs) -> Result<(), Failure> {
         Some(threads) => threads.into(),
         None => available_parallelism().map_or(1, NonZero::get),
     };
+    let date = humantime::format_rfc3339_seconds(SystemTime::now()).to_string();
+    let measured = match &args.model {
+        Some(model) => Some(prompts::measure(model, args.program.as_deref(), args.threads, &date)?),
+        None => None,
+    };
+    let mut prompts = before.as_ref().map(|before| before.prompts.clone()).unwrap_or_default();
+    if let Some(measured) = measured {
+        prompts.retain(|known| known.model != measured.model);
+        prompts.push(measured);
+    }
     tell(&format!("reading memory with {threads} threads …"));
     let reading = read::measure(threads).or_internal()?;
     let given = |value: Option<f64>, before: Option<Figure>| {
@@ -84,7 +107,7 @@ pub fn calibrate(args: &CalibrateArgs) -> Result<(), Failure> {
     let kept = |figure: fn(&Calibration) -> Option<Figure>| before.as_ref().and_then(figure);
     let calibration = Calibration {
         format: Calibration::FORMAT,
-        date: humantime::format_rfc3339_seconds(SystemTime::now()).to_string(),
+        date,
         machine: this_machine(),
         threads,
         buffer_bytes: reading.bytes,
@@ -95,6 +118,7 @@ pub fn calibrate(args: &CalibrateArgs) -> Result<(), Failure> {
         gpu_gb_per_s: given(args.gpu_bandwidth, kept(|before| before.gpu_gb_per_s)),
         bus_gb_per_s: given(args.bus_bandwidth, kept(|before| before.bus_gb_per_s)),
         layer_overhead_us: given(args.layer_overhead, kept(|before| before.layer_overhead_us)),
+        prompts,
     };
     calibration.store(&path).with_context(|| path.display().to_string()).map_err(named_by_user)?;
     if args.json {
@@ -115,14 +139,31 @@ fn text(calibration: &Calibration) -> String {
         Some(figure) => format!("{:.1} µs  not measured: given", figure.value),
         None => format!("{LAYER_OVERHEAD_US:.1} µs  not measured: assumed; give it with --layer-overhead"),
     };
+    let prompts: String = calibration.prompts.iter().map(prompts_text).collect();
     format!(
         "machine             {machine}, {date}\n\
          RAM                 {:.1} GB/s  measured: {threads} threads read {buffer}, median of {passes} passes ({least:.1} to {most:.1})\n\
          GPU memory          {}\n\
          bus                 {}\n\
-         overhead per layer  {overhead}",
+         overhead per layer  {overhead}{prompts}",
         ram.value,
         given(calibration.gpu_gb_per_s, "--gpu-bandwidth", "GB/s"),
         given(calibration.bus_gb_per_s, "--bus-bandwidth", "GB/s"),
+    )
+}
+
+fn prompts_text(prompts: &Prompts) -> String {
+    let Prompts { model, date, n_threads, min_batch, .. } = prompts;
+    let row = |prompt: &Prompt| {
+        format!(
+            "\n {:18} {:.1} ms with experts on the CPU, {:.1} ms with experts copied",
+            format!("{} tokens", prompt.n_tokens),
+            prompt.cpu_ms,
+            prompt.copied_ms
+        )
+    };
+    let rows: String = prompts.prompts.iter().map(row).collect();
+    format!(
+        "\nprompts             copied from {min_batch} tokens on  measured {date} with {n_threads} threads: {model}{rows}"
     )
 }

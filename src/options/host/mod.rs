@@ -38,7 +38,7 @@ use std::path::PathBuf;
 pub struct HostOption {
     /// Its spellings on the command line; without their dashes they are keys of INI files.
     pub flags: &'static [&'static str],
-    /// What stands for it in the environment, and is a key of INI files too.
+    /// What stands for it in the environment, and is a key of INI files too; empty where nothing does.
     pub variable: &'static str,
     /// Whether it takes a value; where it does not, to give it is to switch something on.
     pub takes_value: bool,
@@ -66,13 +66,23 @@ pub const N_CPU_MOE: HostOption = value(&["-ncmoe", "--n-cpu-moe"], "LLAMA_ARG_N
 pub const OVERRIDE_TENSOR: HostOption = value(&["-ot", "--override-tensor"], "LLAMA_ARG_OVERRIDE_TENSOR");
 /// Whether to keep away from page-locked host memory.
 pub const NO_HOST: HostOption = switch(&["--no-host"], "LLAMA_ARG_NO_HOST");
+/// Threads that compute.
+pub const THREADS: HostOption = value(&["-t", "--threads"], "LLAMA_ARG_THREADS");
+/// Threads that compute prompts; as many as [`THREADS`] unless given. No variable stands for it.
+pub const THREADS_BATCH: HostOption = value(&["-tb", "--threads-batch"], "");
+/// How many layers go to GPUs.
+pub const GPU_LAYERS: HostOption = value(&["-ngl", "--gpu-layers", "--n-gpu-layers"], "LLAMA_ARG_N_GPU_LAYERS");
+/// How the model's file is read.
+pub const LOAD_MODE: HostOption = value(&["-lm", "--load-mode"], "LLAMA_ARG_LOAD_MODE");
+/// Nothing is copied to a GPU only to be computed there. No variable stands for it.
+pub const NO_OP_OFFLOAD: HostOption = switch(&["-nopo", "--no-op-offload"], "");
 /// The INI file of a router's models.
 pub const MODELS_PRESET: HostOption = value(&["--models-preset"], "LLAMA_ARG_MODELS_PRESET");
 /// The expert cache that later revisions of llama.cpp have themselves, in MiB.
 pub const MOE_CACHE_MIB: HostOption = value(&["--moe-cache-mib"], "LLAMA_ARG_MOE_CACHE_MIB");
 
 /// Every option that we look at.
-const HOST_OPTIONS: [&HostOption; 13] = [
+const HOST_OPTIONS: [&HostOption; 18] = [
     &MODEL,
     &HF_REPO,
     &DOCKER_REPO,
@@ -84,6 +94,11 @@ const HOST_OPTIONS: [&HostOption; 13] = [
     &N_CPU_MOE,
     &OVERRIDE_TENSOR,
     &NO_HOST,
+    &THREADS,
+    &THREADS_BATCH,
+    &GPU_LAYERS,
+    &LOAD_MODE,
+    &NO_OP_OFFLOAD,
     &MODELS_PRESET,
     &MOE_CACHE_MIB,
 ];
@@ -102,6 +117,8 @@ const VARIABLES: &str = "LLAMA_ARG_";
 pub const CONFIG_HOME: &str = "XDG_CONFIG_HOME";
 /// Batches of at least this many tokens may be computed on the GPU from host weights.
 pub const OFFLOAD_MIN_BATCH: &str = "GGML_OP_OFFLOAD_MIN_BATCH";
+/// Our word that we have set it, by measurement.
+pub const MEASURED_MIN_BATCH: &str = "MOE_HOT_MEASURED_MIN_BATCH";
 /// llama.cpp's own default for it.
 pub const OFFLOAD_MIN_BATCH_DEFAULT: u32 = 32;
 
@@ -135,6 +152,11 @@ pub fn spelling(arg: &OsStr) -> Option<String> {
 /// A variable of this process's environment, if it is set and not empty.
 pub fn variable(name: &str) -> Option<OsString> {
     env::var_os(name).filter(|value| !value.is_empty())
+}
+
+/// Whether a variable is set in this process's environment, be it empty.
+pub fn is_set(name: &str) -> bool {
+    env::var_os(name).is_some()
 }
 
 /// The variables of this process that set options of llama.cpp's.

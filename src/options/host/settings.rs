@@ -2,7 +2,7 @@
 
 use super::ini::{self, Sections};
 use super::{
-    DOCKER_REPO, HF_REPO, HOST_OPTIONS, HostOption, MODEL, MODELS_PRESET, NO_HOST, Syntax, config_files, is_no, is_yes,
+    DOCKER_REPO, HF_REPO, HOST_OPTIONS, HostOption, MODEL, MODELS_PRESET, Syntax, config_files, is_no, is_yes,
 };
 use std::collections::BTreeMap;
 use std::env;
@@ -130,7 +130,7 @@ impl Source<'_> {
             match given.values.first() {
                 None => Some((option, ON.into())),
                 // llama-bench's `--no-host 0,1`
-                Some(values) if *option == NO_HOST && !has_yes(values) => None,
+                Some(values) if !option.takes_value && !has_yes(values) => None,
                 Some(value) => Some((option, value.clone())),
             }
         })
@@ -138,19 +138,19 @@ impl Source<'_> {
 
     /// What each child of a router is told.
     fn children(&self, outer: &Settings, sections: &Sections) -> Vec<Target> {
-        let ours: BTreeMap<_, _> = self.on_command_line().map(|(option, value)| (option.variable, value)).collect();
+        let ours: BTreeMap<_, _> = self.on_command_line().map(|(option, value)| (option.flags, value)).collect();
         let child = |section: Option<&String>| {
             let names = [Some(ini::ALL), section.map(String::as_str)];
             let mut merged = BTreeMap::new();
             for (option, value) in
                 names.into_iter().flatten().filter_map(|name| sections.get(name)).flat_map(options_of)
             {
-                merged.insert(option.variable, value);
+                merged.insert(option.flags, value);
             }
-            merged.extend(ours.iter().map(|(variable, value)| (*variable, value.clone())));
+            merged.extend(ours.iter().map(|(flags, value)| (*flags, value.clone())));
             let mut settings = outer.clone();
             for option in HOST_OPTIONS {
-                match merged.remove(option.variable) {
+                match merged.remove(option.flags) {
                     Some(value) if option.takes_value || !is_no(&value) => settings.push(option, value),
                     _ => {}
                 }
@@ -180,7 +180,7 @@ fn has_yes(values: &OsStr) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{CPU_MOE, FIT_TARGET, N_CPU_MOE, OVERRIDE_TENSOR, RPC};
+    use super::super::{CPU_MOE, FIT_TARGET, N_CPU_MOE, NO_HOST, OVERRIDE_TENSOR, RPC};
     use super::*;
 
     const HELP: &str = "-m,    --model FNAME\n  (env: LLAMA_ARG_MODEL)\n-cmoe, --cpu-moe\n  (env: LLAMA_ARG_CPU_MOE)\n\

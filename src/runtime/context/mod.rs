@@ -88,7 +88,7 @@ impl Context {
             let status = self.lanes.cold.compute(split);
             if status == sys::GGML_STATUS_SUCCESS {
                 for (block, ids) in blocks.iter().zip(ids) {
-                    count(block, ids, std::iter::repeat(false));
+                    count(block, ids, std::iter::repeat(false), self.runtime);
                 }
             }
             return status;
@@ -101,7 +101,7 @@ impl Context {
         if status != sys::GGML_STATUS_SUCCESS {
             return status;
         }
-        let calls = count(block, ids, self.lanes.partition.served_hot());
+        let calls = count(block, ids, self.lanes.partition.served_hot(), self.runtime);
         let hits = || self.lanes.partition.served_hot().filter(|&hot| hot).count();
         self.lanes.watch.stop(graphs_built(), ids.ids().len(), hits);
         if let Some(model) = model.filter(|_| calls > 0) {
@@ -294,9 +294,10 @@ fn read_ids(copies: &mut Vec<OwnIds>, split: &Graph<'_>, blocks: &[ResolvedBlock
     Ok(())
 }
 
-/// Counts the ids of one block and returns the layer's calls so far; `is_hot` tells for each id whether it was resident.
-fn count(block: &ResolvedBlock, ids: &OwnIds, is_hot: impl Iterator<Item = bool>) -> u64 {
-    if !block.is_counted || ids.n_tokens() == 0 {
+/// Counts the ids of one block and returns the layer's calls so far, 0 if these are not to be counted; `is_hot` tells for each id
+/// whether it was resident.
+fn count(block: &ResolvedBlock, ids: &OwnIds, is_hot: impl Iterator<Item = bool>, runtime: &Runtime) -> u64 {
+    if !block.is_counted || ids.n_tokens() == 0 || ids.n_tokens() >= runtime.config().plain_min_batch as usize {
         return 0;
     }
     block.layer.counts.add(ids.n_tokens(), ids.ids().iter().copied().zip(is_hot))

@@ -36,7 +36,7 @@ pub fn recorded(config: &Config, model: &Model) -> Profile {
         model: Some(model_id(&tensors)),
         moe_hot: Some(MoeHot {
             format: 1,
-            min_batch_stock: config.offload_min_batch,
+            min_batch_stock: config.plain_min_batch,
             layers: with_counts().map(|(layer, counts)| layer_record(layer, counts, &tensors)).collect(),
         }),
     }

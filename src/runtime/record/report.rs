@@ -26,7 +26,7 @@ pub fn report(
     experts: Experts,
     file_of: impl Fn(&Arc<Model>) -> Option<PathBuf>,
 ) {
-    let largest = config.offload_min_batch.saturating_sub(1);
+    let largest = config.plain_min_batch.saturating_sub(1);
     if models.is_empty() {
         let reason = match experts {
             Experts::Elsewhere => "no experts were placed with moe-hot (a dense model, or experts elsewhere)".into(),

@@ -20,6 +20,7 @@ ARCHITECTURES = {
     "qwen3moe-small": Architecture("qwen3moe", qwen.qwen3moe_small),
     "qwen3moe-bench": Architecture("qwen3moe", bench.qwen3moe_bench),
     "qwen3moe-bench-half": Architecture("qwen3moe", bench.qwen3moe_half),
+    "qwen3moe-bench-sparse": Architecture("qwen3moe", bench.qwen3moe_sparse),
     "qwen2moe": Architecture("qwen2moe", qwen.qwen2moe),
     "gpt-oss": Architecture("gpt-oss", openai.gpt_oss),
     "gemma4": Architecture("gemma4", gemma.gemma4),
