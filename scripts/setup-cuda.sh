@@ -71,7 +71,7 @@ place() {
 
 # Whether programs load the backend. That needs no GPU.
 loads_cuda() {
-    "$1/llama-bench" --list-devices 2>&1 | tee "$CUDA/devices.log" | grep -q 'loaded CUDA backend'
+    "$1/llama-bench" --list-devices >"$CUDA/devices.log" 2>&1 && grep -q 'loaded CUDA backend' "$CUDA/devices.log"
 }
 
 setup_cuda() {
@@ -89,7 +89,8 @@ setup_cuda() {
         fetch_toolkit
         nvcc=$CUDA_UNPACKED/bin/nvcc
         # These packages have no stub of the driver to link with, which only the pool of virtual memory wants.
-        options=(-DCUDAToolkit_ROOT="$CUDA_UNPACKED" -DGGML_CUDA_NO_VMM=ON)
+        # The loader does not know this toolkit: the backend names its folder as seen from where place puts it.
+        options=(-DCUDAToolkit_ROOT="$CUDA_UNPACKED" -DGGML_CUDA_NO_VMM=ON "-DCMAKE_BUILD_RPATH=\$ORIGIN/../${CUDA_UNPACKED#"$CUDA/"}/lib")
         say "that of ggml-hooks/cuda.txt (build/cuda/toolkit): the system has none"
     fi
 

@@ -18,6 +18,9 @@ from probe import Result, decode, greedy, note_waits, threads
 from shapes import SHAPES
 
 SINGLE = [decode(1, seed=seed) for seed in range(60)]
+# Where divergences are compared: the few tokens for which a nearly even expert loses make most of the mean. Over 60 of them
+# the same cache gave 0.4 to 1.7 of stock's with all experts on the device, over 480 of them 0.96 to 1.2.
+MANY = [decode(1, seed=seed) for seed in range(360)]
 SEVERAL = [decode(n, seed=n) for n in (1, 2, 3, 7, 8, 1, 5, 4, 31, 1)]
 # Of the divergence from stock on the CPU, beside that of stock with all experts on the device.
 MOST_DIVERGENCE_RATIO, NO_DIVERGENCE = 1.5, 1e-4
@@ -95,7 +98,7 @@ class OnVulkan:
 
     def assert_no_further_apart(self, model, ours: Result) -> None:
         """From stock on the CPU than stock with all experts on the device is."""
-        stock, there = self.stock(model, SINGLE), self.stock_there(model, SINGLE)
+        stock, there = self.stock(model, MANY), self.stock_there(model, MANY)
         most = MOST_DIVERGENCE_RATIO * divergence(stock, there, n_vocabulary(stock)) + NO_DIVERGENCE
         assert divergence(stock, ours, n_vocabulary(stock)) < most
 
@@ -111,7 +114,7 @@ def assert_served(result: HotResult) -> None:
 
 
 def n_vocabulary(result: Result) -> int:
-    """Every batch of SINGLE puts out one row."""
+    """Every batch of single tokens puts out one row."""
     return len(result.logits) // np.dtype(np.float32).itemsize // len(result.batches)
 
 
@@ -119,13 +122,13 @@ def n_vocabulary(result: Result) -> int:
 def test_the_shipped_model_predicts_as_stock_does(on_vulkan, share):
     model = shipped_model()
     slots = round(share * experts_per_layer(on_vulkan.hot.profile(model, SINGLE)))
-    ours = on_vulkan.run(model, SINGLE, slots)
+    ours = on_vulkan.run(model, MANY, slots)
     assert_served(ours)
     assert ours.start.slots == slots
     on_vulkan.assert_no_further_apart(model, ours)
     if share == 1:
         # Not the same to the bit, since the CPU has computed the tokens before the cache was filled.
-        stock, there = on_vulkan.stock(model, SINGLE), on_vulkan.stock_there(model, SINGLE)
+        stock, there = on_vulkan.stock(model, MANY), on_vulkan.stock_there(model, MANY)
         assert divergence(there, ours, n_vocabulary(ours)) < divergence(stock, there, n_vocabulary(stock))
 
 
@@ -133,7 +136,7 @@ def test_it_does_while_experts_are_swapped(on_vulkan):
     model = shipped_model()
     swapping = {"MOE_HOT_TEST_FREE_COPIES": 1, "LLAMA_ARG_MOE_HOT_CACHE_UPDATE_RATE": ""}
     budget = {"LLAMA_ARG_MOE_HOT_CACHE_MAX_MIB": 4}
-    ours = on_vulkan.run(model, SINGLE, environment=swapping | budget)
+    ours = on_vulkan.run(model, MANY, environment=swapping | budget)
     assert_served(ours)
     assert ours.end.copied_mib > ours.start.mib, "more than the device held at any time"
     on_vulkan.assert_no_further_apart(model, ours)
