@@ -27,7 +27,9 @@ MINUTES = 8.0
 MIB = 1 << 20
 # What stays free on the disk, and of the memory, beside the model.
 SPARE_MIB = 2048
-# Of `moe-hot compare`: its exit code for what it refuses, and the context of its server.
+# Of `moe-hot compare`: what fits in the time of one part, its exit code for what it refuses, and the context of its server.
+COMPARED_ARMS = ("n-cpu-moe", "hot-fixed", "hot-profile")
+N_ANSWER = 32
 REFUSED = 2
 N_CONTEXT = 8192
 SIZES = {"large": models.LARGE, "small": models.SMALL}
@@ -155,19 +157,19 @@ def estimated_mib(bench: speeds.Bench) -> float:
 
 
 def compare(bench: speeds.Bench) -> dict:
-    """`moe-hot compare` in so much device memory that about a share of the experts fits, by MiB; its own files say the rest. All
-    of them would be the whole model, which it refuses."""
+    """`moe-hot compare` in so much device memory that about a share of the experts fits, by MiB; its own files say the rest. The
+    telling share comes first. All of them would be the whole model, which it refuses."""
     command = [BIN / "moe-hot", "compare"]
     try:
         bench.programs.run([*command, "--help"])
     except Failed as error:
         raise Skipped("this moe-hot has no such command") from error
     same = ["-m", bench.model, "--device", bench.device, "--pp", speeds.N_PROMPT, "--tg", speeds.N_DECODE, "--depth", 0]
-    same += ["--pairs", speeds.LEAST_ROUNDS, "-c", N_CONTEXT]
+    same += ["--pairs", speeds.LEAST_ROUNDS, "-c", N_CONTEXT, "--arms", ",".join(COMPARED_ARMS), "--answer", N_ANSWER]
     same += ["--threads", bench.threads] if bench.threads else []
     same += ["--rpc", bench.arguments[-1]] if bench.arguments else []
     found: dict[str, dict] = {}
-    shares = [share for share in speeds.SHARES if share < 1]
+    shares = sorted((share for share in speeds.SHARES if share < 1), key=lambda share: share != speeds.TELLING)
     beside = beside_experts_mib(bench)
     for number, share in enumerate(shares):
         vram = math.ceil(beside + share * bench.sizes.all_expert_bytes / MIB)
@@ -189,7 +191,7 @@ def compare(bench: speeds.Bench) -> dict:
 
 def of_model(check: Check, bench: speeds.Bench, sizes: models.Sizes) -> None:
     """The parts that want the generated model."""
-    after = ("routing", "threads", "cache", "prompts", "layers", "overhead", "copies", "compare")
+    after = ("routing", "threads", "cache", "prompts", "compare", "layers", "overhead", "copies")
     if not check.part("model", 0.4, lambda: make_model(bench.model, sizes, check.budget.part_end)):
         check.skip(after, "there is no model to measure with")
         return
@@ -203,17 +205,20 @@ def of_model(check: Check, bench: speeds.Bench, sizes: models.Sizes) -> None:
     tuned = check.part("threads", 0.15, lambda: speeds.tune(bench))
     bench = dataclasses.replace(bench, threads=tuned["threads"] if tuned else 0)
     if "profile" in found:
-        check.part("cache", 0.55, lambda: speeds.cache(bench, found["profile"]))
+        check.part("cache", 0.4, lambda: speeds.cache(bench, found["profile"]))
         check.part("prompts", 0.3, lambda: speeds.prompts(bench, found["profile"]))
+    else:
+        check.skip(("cache", "prompts"), "there is no profile: routing was not recorded")
+    check.part("compare", 0.6, lambda: compare(bench))
+    if "profile" in found:
         check.part("layers", 0.35, lambda: speeds.layers(bench, found["profile"]))
     else:
-        check.skip(("cache", "prompts", "layers"), "there is no profile: routing was not recorded")
+        check.skip(("layers",), "there is no profile: routing was not recorded")
     check.part("overhead", 0.4, lambda: speeds.overhead(bench))
     if copies.can_be_measured(bench.device):
         check.part("copies", 0.7, lambda: copies.measure(bench))
     else:
         check.skip(("copies",), f"only through the CUDA driver; the device is {bench.device}")
-    check.part("compare", 1.0, lambda: compare(bench))
 
 
 def run(args: argparse.Namespace, work: Path, budget: Budget) -> dict:
