@@ -469,9 +469,9 @@ def test_what_compare_refuses_is_no_failure_and_other_results_are_kept(monkeypat
     ]
     assert [vram.replace(" ", "") for vram in part["result"]] == programs.vram
     assert [round(left) for left in programs.left_s] == [33, 45, 80], "each has its part of what is left"
-    assert programs.vram[0] == f"{math.ceil(150.5 + models.LARGE.all_expert_bytes / (4 << 20))}MiB"
-    steps = [int(vram.removesuffix("MiB")) for vram in programs.vram]
-    assert steps[2] - steps[1] == steps[1] - steps[0] == models.LARGE.all_expert_bytes // 4 >> 20
+    assert programs.vram[1] == f"{math.ceil(150.5 + models.LARGE.all_expert_bytes / (4 << 20))}MiB"
+    half, quarter, three_quarters = [int(vram.removesuffix("MiB")) for vram in programs.vram]
+    assert three_quarters - half == half - quarter == models.LARGE.all_expert_bytes // 4 >> 20, "the telling one comes first"
 
 
 def test_what_fails_in_compare_is_a_failure_and_other_results_are_kept(monkeypatch, tmp_path):
