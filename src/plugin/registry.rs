@@ -94,7 +94,7 @@ mod tests {
         assert_eq!(registry, init(null()), "made once");
         // SAFETY: the registry and what it leads to live as long as the process; the instance and the buffer are freed once.
         unsafe {
-            let device = sys::ggml_backend_reg_dev_get(registry, 0);
+            let device = sys::ggml_backend_reg_dev_get(registry, 1);
             assert_eq!(sys::ggml_backend_dev_backend_reg(device), registry);
             let kind = sys::ggml_backend_dev_buffer_type(device);
             assert_eq!(sys::ggml_backend_buft_get_device(kind), device);
@@ -105,6 +105,25 @@ mod tests {
 
             let instance = sys::ggml_backend_dev_init(device, null());
             assert_eq!(sys::ggml_backend_get_device(instance), device);
+            sys::ggml_backend_free(instance);
+        }
+    }
+
+    #[test]
+    fn the_device_for_splits_offers_the_loader_no_memory_and_takes_nothing_without_a_cache() {
+        load_cpu();
+        let registry = init(null());
+        // SAFETY: the registry and what it leads to live as long as the process; the instance is freed once.
+        unsafe {
+            let registered = sys::ggml_backend_reg_dev_get(registry, 0);
+            assert_eq!(sys::ggml_backend_dev_backend_reg(registered), registry);
+            assert_eq!(sys::ggml_backend_dev_buffer_type(registered), sys::ggml_backend_cpu_buffer_type());
+
+            let instance = sys::ggml_backend_dev_init(registered, null());
+            let device = sys::ggml_backend_get_device(instance);
+            assert_ne!(device, registered);
+            assert_eq!(sys::ggml_backend_dev_backend_reg(device), registry);
+            assert_eq!(sys::ggml_backend_dev_buffer_type(device), sys::ggml_backend_cpu_buffer_type());
             sys::ggml_backend_free(instance);
         }
     }
