@@ -92,15 +92,21 @@ impl Device {
         self.kind() == sys::GGML_BACKEND_DEVICE_TYPE_GPU && !self.is_remote()
     }
 
-    /// Whether it is the plugin's own device.
+    /// Whether it is one of the plugin's own devices.
     pub fn is_ours(&self) -> bool {
-        self.kind() == sys::GGML_BACKEND_DEVICE_TYPE_ACCEL && self.name() == OUR_NAME
+        self.kind() == sys::GGML_BACKEND_DEVICE_TYPE_ACCEL && self.registry_name() == OUR_NAME
     }
 
     /// The memory that its tensors lie in.
     pub fn buffer_type(&self) -> Option<BufferType> {
         // SAFETY: the device is registered; ggml returns NULL or a registered buffer type.
         unsafe { BufferType::from_raw(sys::ggml_backend_dev_buffer_type(self.as_raw())) }
+    }
+
+    /// Whether its operations read and write memory of this kind, by its own word.
+    pub fn supports_memory(&self, kind: BufferType) -> bool {
+        // SAFETY: the device is registered; the buffer type is valid.
+        unsafe { (*self.as_raw()).iface.supports_buft.is_some_and(|supports| supports(self.as_raw(), kind.as_raw())) }
     }
 
     /// Free and total memory in bytes, by the device's own report; 0 and 0 if it does not tell.

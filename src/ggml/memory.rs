@@ -228,6 +228,10 @@ impl HostBlock {
         Ok(())
     }
 
+    pub(super) fn as_raw(&self) -> sys::ggml_backend_buffer_t {
+        self.scratch.memory.as_raw()
+    }
+
     /// Where `len` bytes from `offset` lie.
     pub(super) fn range(&self, offset: usize, len: usize) -> Result<*mut u8> {
         match offset.checked_add(len) {

@@ -20,6 +20,7 @@ mod memory;
 mod operation;
 mod own_graph;
 mod revisions;
+mod shadow;
 mod tensor;
 #[cfg(test)]
 pub(crate) mod test_devices;
@@ -45,6 +46,7 @@ pub use own_graph::{OwnGraph, PlacedTensors, graphs_built};
 pub use revisions::BackendApi;
 #[allow(unused_imports)] // for the launcher's check
 pub use revisions::{NOT_SERVED, is_served_build, served, served_revisions};
+pub use shadow::Shadows;
 pub use tensor::Tensor;
 
 /// The generated bindings to ggml. No function is linked: all are looked up in the ggml that has loaded us, but for unit

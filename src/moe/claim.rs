@@ -8,6 +8,8 @@ use crate::ggml::{Buffer, BufferType, Tensor, sys};
 
 /// How deep we follow sources from a middle operation back to its MUL_MAT_ID.
 const MAX_DEPTH: u32 = 8;
+/// How deep we follow the rows that go into a MUL_MAT_ID back to a weight that they are made with.
+const MAX_ROWS_DEPTH: u32 = 12;
 
 /// The rules, with all that they depend on.
 #[derive(Clone, Copy, Debug)]
@@ -18,6 +20,10 @@ pub struct Claims {
     pub offload_min_batch: u32,
     /// Whether the loader may place experts with us.
     pub takes_experts: bool,
+    /// Only what rows go into that are made in this memory; `None`: whatever rows.
+    pub rows_from: Option<BufferType>,
+    /// Whether scales that are repeated for every token are ours: nothing in them tells whose rows they are for.
+    pub takes_scales: bool,
     /// For tests only: whether weights without a buffer count as ours.
     pub unplaced: bool,
 }
@@ -28,7 +34,7 @@ impl Claims {
         match op.op() {
             sys::GGML_OP_MUL_MAT_ID => self.claims_by_weight(op, 0),
             sys::GGML_OP_ADD_ID => self.claims_by_weight(op, 1),
-            sys::GGML_OP_REPEAT => self.is_repeated_scale(op),
+            sys::GGML_OP_REPEAT => self.takes_scales && self.is_repeated_scale(op),
             sys::GGML_OP_GET_ROWS => self.is_scale_per_request(op),
             sys::GGML_OP_NONE | sys::GGML_OP_VIEW => self.unplaced,
             _ => self.is_inside_block(op, MAX_DEPTH),
@@ -51,7 +57,18 @@ impl Claims {
         if is_loader_probe(&buffer) {
             return self.takes_experts;
         }
-        op.src(2).is_some_and(|ids| ids.ne(1) < self.offload_min_batch.into())
+        let is_small = op.src(2).is_some_and(|ids| ids.ne(1) < self.offload_min_batch.into());
+        is_small && self.has_wanted_rows(op)
+    }
+
+    /// Whether both rows and ids of an operation are made in the memory that is asked for.
+    fn has_wanted_rows(&self, op: Tensor<'_>) -> bool {
+        let rows = usize::from(op.op() == sys::GGML_OP_MUL_MAT_ID);
+        self.is_made_there(op.src(rows)) && self.is_made_there(op.src(2))
+    }
+
+    fn is_made_there(&self, rows: Option<Tensor<'_>>) -> bool {
+        self.rows_from.is_none_or(|wanted| rows.and_then(|rows| memory_behind(rows, MAX_ROWS_DEPTH)) == Some(wanted))
     }
 
     /// The buffer of `tensor` if it is a weight in our memory: a leaf, not a result or a copy made for a split.
@@ -71,7 +88,9 @@ impl Claims {
 
     /// Per-expert scales `[1, n_expert_used, n_tokens]`: those of the experts in the ids.
     fn is_scale_per_request(&self, op: Tensor<'_>) -> bool {
-        op.op() == sys::GGML_OP_GET_ROWS && op.src(0).is_some_and(|scales| self.is_repeated_scale(scales))
+        op.op() == sys::GGML_OP_GET_ROWS
+            && op.src(0).is_some_and(|scales| self.is_repeated_scale(scales))
+            && self.is_made_there(op.src(1))
     }
 
     /// Whether `tensor` is computed from the results of our MUL_MAT_IDs alone, row by row.
@@ -94,6 +113,17 @@ impl Claims {
     }
 }
 
+/// The memory of the first weight, apart from experts, that `tensor` is made with; `None`: it is an input, or none was found.
+fn memory_behind(tensor: Tensor<'_>, depth: u32) -> Option<BufferType> {
+    let depth = depth.checked_sub(1)?;
+    let node = tensor.storage();
+    if node.op() == sys::GGML_OP_NONE {
+        return node.buffer().filter(Buffer::holds_weights)?.buffer_type();
+    }
+    let first = usize::from(node.op() == sys::GGML_OP_MUL_MAT_ID);
+    (first..sys::GGML_MAX_SRC as usize).find_map(|index| memory_behind(node.src(index)?, depth))
+}
+
 /// The loader asks about a weight in an empty buffer that nobody has marked yet.
 fn is_loader_probe(buffer: &Buffer<'_>) -> bool {
     buffer.size() == 0 && !buffer.holds_weights()
@@ -108,7 +138,14 @@ mod tests {
 
     /// Rules for a buffer type that, for the test, is called ours.
     fn rules(takes_experts: bool) -> Claims {
-        Claims { buffer_type: BufferType::cpu().unwrap(), offload_min_batch: 32, takes_experts, unplaced: false }
+        Claims {
+            buffer_type: BufferType::cpu().unwrap(),
+            offload_min_batch: 32,
+            takes_experts,
+            rows_from: None,
+            takes_scales: true,
+            unplaced: false,
+        }
     }
 
     fn projection(b: &Builder, usage: sys::ggml_backend_buffer_usage, n_tokens: i64) -> Tensor<'_> {

@@ -204,6 +204,8 @@ pub const TEST_FREE_COPIES: TestSetting = TestSetting { variable: "MOE_HOT_TEST_
 pub const TEST_NO_GUARD: TestSetting = TestSetting { variable: "MOE_HOT_TEST_NO_GUARD" };
 /// Tokens wait until their context's lane is ready, so that tests of answers and hits do not depend on times.
 pub const TEST_WAIT: TestSetting = TestSetting { variable: "MOE_HOT_TEST_WAIT" };
+/// Splits lie in host memory, also where they could lie on the device.
+pub const TEST_HOST_SPLITS: TestSetting = TestSetting { variable: "MOE_HOT_TEST_HOST_SPLITS" };
 /// A file that timings are written to.
 pub const TEST_TIMINGS: TestSetting = TestSetting { variable: "MOE_HOT_TEST_TIMINGS" };
 /// Claim operations whose weights are not in any buffer yet, as test-backend-ops asks.

@@ -4,8 +4,9 @@
 //!
 //! An instance's context is a boxed [`Instance`].
 
-use super::event;
 use super::guard::{NAME, guard};
+use super::sources::{Sources, have_equal_layouts, is_in_host_memory};
+use super::{event, on_device};
 use crate::ggml::{AbortCallback, Graph, Level, log, sys};
 use crate::runtime::Context;
 use std::ffi::{c_char, c_int, c_void};
@@ -37,41 +38,6 @@ static GUID: sys::ggml_guid = *b"moe-hotv1-plugin";
 struct Instance {
     context: Context,
     sources: Sources,
-}
-
-/// Backends that are still reading inputs for us. As a rule there is one.
-struct Sources {
-    backends: [sys::ggml_backend_t; MAX_SOURCES],
-    len: usize,
-}
-
-/// Inputs of one split that come from more backends are waited for.
-const MAX_SOURCES: usize = 4;
-
-impl Sources {
-    const NONE: Self = Self { backends: [null_mut(); MAX_SOURCES], len: 0 };
-
-    /// Notes a backend. `false`: there are too many.
-    fn add(&mut self, backend: sys::ggml_backend_t) -> bool {
-        if self.backends[..self.len].contains(&backend) {
-            return true;
-        }
-        let Some(place) = self.backends.get_mut(self.len) else { return false };
-        *place = backend;
-        self.len += 1;
-        true
-    }
-
-    /// Waits until all inputs are there.
-    ///
-    /// # Safety
-    /// The backends noted since the last call are alive.
-    unsafe fn wait(&mut self) {
-        for backend in &self.backends[..std::mem::take(&mut self.len)] {
-            // SAFETY: passed on from the caller.
-            unsafe { sys::ggml_backend_synchronize(*backend) };
-        }
-    }
 }
 
 /// A new instance on `device`; NULL only if ggml's CPU backend cannot be made.
@@ -137,25 +103,6 @@ unsafe extern "C" fn cpy_tensor_async(
     })
 }
 
-/// # Safety
-/// `tensor` is valid and has memory.
-unsafe fn is_in_host_memory(tensor: *const sys::ggml_tensor) -> bool {
-    // SAFETY: passed on from the caller.
-    unsafe {
-        let owner = if (*tensor).view_src.is_null() { tensor } else { (*tensor).view_src };
-        !(*owner).buffer.is_null() && sys::ggml_backend_buffer_is_host((*owner).buffer)
-    }
-}
-
-/// Whether both hold the same elements at the same places, without gaps.
-///
-/// # Safety
-/// Both are valid.
-unsafe fn have_equal_layouts(a: *const sys::ggml_tensor, b: *const sys::ggml_tensor) -> bool {
-    // SAFETY: passed on from the caller.
-    unsafe { (*a).type_ == (*b).type_ && (*a).ne == (*b).ne && (*a).nb == (*b).nb && sys::ggml_is_contiguous(a) }
-}
-
 /// Nothing of ours is ever pending. Inputs may be, which is their backends' work: the scheduler calls this before each input
 /// that it hands over, and a wait there would be one too many. It waits for their backends itself before anybody but
 /// [`graph_compute`] looks at them.
@@ -174,7 +121,13 @@ unsafe extern "C" fn graph_compute(backend: sys::ggml_backend_t, graph: *mut sys
 /// Found by llama.cpp under this name with `ggml_backend` in front.
 pub(super) unsafe extern "C" fn set_n_threads(backend: sys::ggml_backend_t, n_threads: c_int) {
     // SAFETY: llama.cpp calls this on a live instance between computations.
-    guard("setting threads", (), || unsafe { instance(backend) }.context.set_threads(n_threads));
+    guard("setting threads", (), || unsafe {
+        if on_device::is_instance(backend) {
+            on_device::instance(backend).set_threads(n_threads);
+        } else {
+            instance(backend).context.set_threads(n_threads);
+        }
+    });
 }
 
 /// Found by llama.cpp under this name with `ggml_backend` in front.
@@ -185,7 +138,13 @@ pub(super) unsafe extern "C" fn set_abort_callback(
 ) {
     guard("setting the abort callback", (), || {
         // SAFETY: as for `set_n_threads`. The host keeps function and data valid until it sets others or frees the instance.
-        let (instance, callback) = unsafe { (instance(backend), AbortCallback::new(function, data)) };
-        instance.context.set_abort_callback(callback);
+        unsafe {
+            let callback = AbortCallback::new(function, data);
+            if on_device::is_instance(backend) {
+                on_device::instance(backend).set_abort_callback(callback);
+            } else {
+                instance(backend).context.set_abort_callback(callback);
+            }
+        }
     });
 }

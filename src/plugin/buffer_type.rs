@@ -9,8 +9,8 @@ use std::ptr::null_mut;
 
 /// ggml's `ggml_backend_buffer_type`, with the interface of one version.
 #[repr(C)]
-struct Versioned<I> {
-    iface: I,
+pub(super) struct Versioned<I> {
+    pub(super) iface: I,
     device: sys::ggml_backend_dev_t,
     context: *mut c_void,
 }
@@ -24,9 +24,9 @@ type Unset = Option<unsafe extern "C" fn()>;
 
 /// `ggml_backend_buffer_type_i` in version 2.
 #[repr(C)]
-struct InterfaceV2 {
+pub(super) struct InterfaceV2 {
     get_name: GetName,
-    alloc_buffer: AllocBuffer,
+    pub(super) alloc_buffer: AllocBuffer,
     get_alignment: GetSize,
     get_max_size: GetSize,
     get_alloc_size: Unset,
@@ -35,10 +35,10 @@ struct InterfaceV2 {
 
 /// And in version 3.
 #[repr(C)]
-struct InterfaceV3 {
+pub(super) struct InterfaceV3 {
     get_name: GetName,
-    alloc_buffer: AllocBuffer,
-    alloc_buffer_n: Unset,
+    pub(super) alloc_buffer: AllocBuffer,
+    pub(super) alloc_buffer_n: Unset,
     get_alignment: GetSize,
     get_max_size: GetSize,
     get_alloc_size: Unset,

@@ -37,7 +37,7 @@ pub(super) fn make(registry: sys::ggml_backend_reg_t, api: BackendApi) -> sys::g
 
 /// # Safety
 /// `device` was made by [`make`].
-unsafe fn buffer_type(device: sys::ggml_backend_dev_t) -> sys::ggml_backend_buffer_type_t {
+pub(super) unsafe fn buffer_type(device: sys::ggml_backend_dev_t) -> sys::ggml_backend_buffer_type_t {
     // SAFETY: `make` stored the buffer type as context.
     unsafe { (*device).context.cast() }
 }
@@ -55,12 +55,12 @@ unsafe extern "C" fn get_name(_: sys::ggml_backend_dev_t) -> *const c_char {
     NAME.as_ptr()
 }
 
-unsafe extern "C" fn get_description(_: sys::ggml_backend_dev_t) -> *const c_char {
+pub(super) unsafe extern "C" fn get_description(_: sys::ggml_backend_dev_t) -> *const c_char {
     DESCRIPTION.as_ptr()
 }
 
 /// No memory of our own to report: experts lie in host memory.
-unsafe extern "C" fn get_memory(_: sys::ggml_backend_dev_t, free: *mut usize, total: *mut usize) {
+pub(super) unsafe extern "C" fn get_memory(_: sys::ggml_backend_dev_t, free: *mut usize, total: *mut usize) {
     // SAFETY: ggml passes two valid pointers.
     unsafe {
         free.write(0);
@@ -68,12 +68,12 @@ unsafe extern "C" fn get_memory(_: sys::ggml_backend_dev_t, free: *mut usize, to
     }
 }
 
-unsafe extern "C" fn get_type(_: sys::ggml_backend_dev_t) -> sys::ggml_backend_dev_type {
+pub(super) unsafe extern "C" fn get_type(_: sys::ggml_backend_dev_t) -> sys::ggml_backend_dev_type {
     sys::GGML_BACKEND_DEVICE_TYPE_ACCEL
 }
 
 /// `async` and `events` are claimed, with trivial events, so that a model on two GPUs keeps pipeline parallelism.
-unsafe extern "C" fn get_props(_: sys::ggml_backend_dev_t, props: *mut sys::ggml_backend_dev_props) {
+pub(super) unsafe extern "C" fn get_props(_: sys::ggml_backend_dev_t, props: *mut sys::ggml_backend_dev_props) {
     let ours = sys::ggml_backend_dev_props {
         name: NAME.as_ptr(),
         description: DESCRIPTION.as_ptr(),

@@ -11,7 +11,9 @@ mod buffer_type;
 mod device;
 mod event;
 mod guard;
+mod on_device;
 mod registry;
+mod sources;
 
 use crate::ggml::sys;
 use guard::guard;

@@ -1,7 +1,7 @@
-//! The registry: one device, and the functions that llama.cpp looks up by name.
+//! The registry: two devices, and the functions that llama.cpp looks up by name.
 
 use super::guard::{NAME, guard};
-use super::{api, backend, device};
+use super::{api, backend, device, on_device};
 use crate::ggml::{BackendApi, Level, NOT_SERVED, join_host, log, remember_hosts_log, sys};
 use std::ffi::{CStr, c_char, c_void};
 use std::ptr::{NonNull, null_mut};
@@ -15,7 +15,10 @@ unsafe impl Send for Registry {}
 // SAFETY: as above.
 unsafe impl Sync for Registry {}
 
-/// A registry with its one device, which is its context, in the version of the tables that the host speaks.
+/// Our devices in the order in which the scheduler asks them. The registry's context.
+type Devices = [sys::ggml_backend_dev_t; 2];
+
+/// A registry with its devices, in the version of the tables that the host speaks.
 fn make(api: BackendApi) -> Registry {
     let registry = NonNull::from(Box::leak(Box::new(sys::ggml_backend_reg {
         api_version: api.number(),
@@ -28,8 +31,9 @@ fn make(api: BackendApi) -> Registry {
         context: null_mut(),
     })));
     let device = device::make(registry.as_ptr(), api);
+    let devices: Devices = [on_device::make(registry.as_ptr(), device, api), device];
     // SAFETY: nobody else knows the registry yet.
-    unsafe { (*registry.as_ptr()).context = device.cast() };
+    unsafe { (*registry.as_ptr()).context = Box::into_raw(Box::new(devices)).cast() };
     Registry(registry)
 }
 
@@ -54,14 +58,14 @@ unsafe extern "C" fn get_name(_: sys::ggml_backend_reg_t) -> *const c_char {
 }
 
 unsafe extern "C" fn get_device_count(_: sys::ggml_backend_reg_t) -> usize {
-    1
+    size_of::<Devices>() / size_of::<sys::ggml_backend_dev_t>()
 }
 
 unsafe extern "C" fn get_device(registry: sys::ggml_backend_reg_t, index: usize) -> sys::ggml_backend_dev_t {
-    guard("asking for a device", null_mut(), || match index {
-        // SAFETY: ggml calls this on our registry, whose context is its device.
-        0 => unsafe { (*registry).context.cast() },
-        _ => null_mut(),
+    guard("asking for a device", null_mut(), || {
+        // SAFETY: ggml calls this on our registry, whose context is its devices.
+        let devices = unsafe { &*(*registry).context.cast::<Devices>() };
+        devices.get(index).copied().unwrap_or(null_mut())
     })
 }
 
@@ -90,7 +94,7 @@ mod tests {
         assert_eq!(registry, init(null()), "made once");
         // SAFETY: the registry and what it leads to live as long as the process; the instance and the buffer are freed once.
         unsafe {
-            let device = sys::ggml_backend_reg_dev_get(registry, 0);
+            let device = sys::ggml_backend_reg_dev_get(registry, 1);
             assert_eq!(sys::ggml_backend_dev_backend_reg(device), registry);
             let kind = sys::ggml_backend_dev_buffer_type(device);
             assert_eq!(sys::ggml_backend_buft_get_device(kind), device);
@@ -101,6 +105,25 @@ mod tests {
 
             let instance = sys::ggml_backend_dev_init(device, null());
             assert_eq!(sys::ggml_backend_get_device(instance), device);
+            sys::ggml_backend_free(instance);
+        }
+    }
+
+    #[test]
+    fn the_device_for_splits_offers_the_loader_no_memory_and_takes_nothing_without_a_cache() {
+        load_cpu();
+        let registry = init(null());
+        // SAFETY: the registry and what it leads to live as long as the process; the instance is freed once.
+        unsafe {
+            let registered = sys::ggml_backend_reg_dev_get(registry, 0);
+            assert_eq!(sys::ggml_backend_dev_backend_reg(registered), registry);
+            assert_eq!(sys::ggml_backend_dev_buffer_type(registered), sys::ggml_backend_cpu_buffer_type());
+
+            let instance = sys::ggml_backend_dev_init(registered, null());
+            let device = sys::ggml_backend_get_device(instance);
+            assert_ne!(device, registered);
+            assert_eq!(sys::ggml_backend_dev_backend_reg(device), registry);
+            assert_eq!(sys::ggml_backend_dev_buffer_type(device), sys::ggml_backend_cpu_buffer_type());
             sys::ggml_backend_free(instance);
         }
     }

@@ -124,7 +124,7 @@ impl Runtime {
         self.hot_device().as_ref().is_ok_and(|device| device.is_off())
     }
 
-    fn hot_device(&self) -> &Result<Arc<HotDevice>, NoDevice> {
+    pub(super) fn hot_device(&self) -> &Result<Arc<HotDevice>, NoDevice> {
         self.hot_device.get_or_init(|| HotDevice::choose(&self.config))
     }
 

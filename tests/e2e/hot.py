@@ -136,7 +136,7 @@ class Hot:
         steps: list,
         profile: Path,
         slots: int | None = None,
-        device: str | None = None,
+        cache_device: str | None = None,
         fake: dict | None = None,
         environment: dict | None = None,
         **options,
@@ -147,8 +147,8 @@ class Hot:
         ours = {"LLAMA_ARG_MOE_HOT_CACHE": profile, "LLAMA_ARG_MOE_HOT_CACHE_UPDATE_RATE": 0, **(environment or {})}
         if slots is not None:
             ours["MOE_HOT_TEST_SLOTS"] = slots
-        if device is not None:
-            ours["LLAMA_ARG_MOE_HOT_CACHE_DEVICE"] = device
+        if cache_device is not None:
+            ours["LLAMA_ARG_MOE_HOT_CACHE_DEVICE"] = cache_device
         variables = fake_environment(plugin=PLUGIN, stats=stats_file, **(fake or {}), **ours)
         result = self.probe.faking(model, steps, variables, **options)
         assert FAKE_DEVICE in result.devices

@@ -4,7 +4,6 @@ number of resident experts, any mixture of batches. FakeDevice computes as the C
 import pytest
 
 from experts_json import Profile
-from fake import FAKE_DEVICE, ON_DEVICE, fake_environment
 from hot import CALLS_BEFORE_FILL, HotResult, experts_per_layer
 from models import EXPERTS, generated
 from probe import assert_meaningful, assert_same_answer, decode, differ, greedy, threads
@@ -115,19 +114,6 @@ def test_four_sequences_in_a_batch(hot, model_of_two, share):
 @pytest.mark.parametrize("share", ["50 %", pytest.param("all", marks=pytest.mark.full)])
 def test_two_contexts_in_two_threads_share_one_cache(hot, model_of_two, share):
     assert_same_with(hot, model_of_two, AT_ONCE, share, contexts=2, n_threads=1)
-
-
-@pytest.mark.parametrize("share", ["none", "50 %", "all"])
-def test_dense_layers_on_the_same_device(hot, model_of_two, share):
-    stock = hot.probe.faking(model_of_two, STEPS, fake_environment(), **ON_DEVICE)
-    assert FAKE_DEVICE in stock.devices and "offloaded" in stock.log
-    profile = hot.profile(model_of_two, STEPS)
-    slots = SHARES[share](experts_per_layer(profile))
-    ours = hot.run(model_of_two, STEPS, profile, slots=slots, **ON_DEVICE)
-    assert_same_answer(stock, ours)
-    assert ours.complaints == []
-    assert (ours.hits > 0) == (slots > 0)
-    assert ours.stats["allocated_bytes"] == 0
 
 
 def test_a_profile_recorded_with_a_cache_tells_hits_from_misses(hot, model_of_two, tmp_path):

@@ -114,8 +114,13 @@ impl Context {
 
     /// Threads to compute with. llama.cpp says it before every batch.
     pub fn set_threads(&mut self, n_threads: i32) {
-        self.worked = true;
         self.runtime.batch_begins();
+        self.use_threads(n_threads);
+    }
+
+    /// The same for a second instance of the same llama.cpp context: the batch has been counted.
+    pub fn use_threads(&mut self, n_threads: i32) {
+        self.worked = true;
         self.lanes.cold.set_threads(n_threads);
     }
 

@@ -91,7 +91,10 @@ unsafe extern "C" fn set_tensor_async(
 ) {
     guard("writing a tensor", (), || {
         // SAFETY: ggml passes a live instance of ours and a valid tensor; `address` checks the range.
-        let (queue, to) = unsafe { (queue(backend), memory::address(tensor, offset, size)) };
+        let (queue, to) = unsafe {
+            memory::insist_on_own_name(tensor);
+            (queue(backend), memory::address(tensor, offset, size))
+        };
         stats::SET_ASYNC_CALLS.add(1);
         stats::SET_ASYNC_BYTES.add(size as u64);
         stats::LARGEST_WRITE.raise_to(size as u64);
@@ -129,7 +132,10 @@ unsafe extern "C" fn get_tensor_async(
 ) {
     guard("reading a tensor", (), || {
         // SAFETY: as for `set_tensor_async`.
-        let (queue, from) = unsafe { (queue(backend), memory::address(tensor, offset, size)) };
+        let (queue, from) = unsafe {
+            memory::insist_on_own_name(tensor);
+            (queue(backend), memory::address(tensor, offset, size))
+        };
         stats::GET_ASYNC_CALLS.add(1);
         stats::GET_ASYNC_BYTES.add(size as u64);
         queue.submit(Command::Copy { from, to: data.cast(), size, transfer: Some(Direction::ToHost) });

@@ -96,6 +96,16 @@ pub(crate) static HOST_TYPE: BufferType = BufferType::new(sys::ggml_backend_buff
     context: null_mut(),
 });
 
+/// Whether it is the device's memory, under whatever name: as CUDA and Vulkan tell it, by a function of the type's.
+///
+/// # Safety
+/// `kind` is a valid buffer type.
+pub(crate) unsafe fn is_ours(kind: sys::ggml_backend_buffer_type_t) -> bool {
+    // SAFETY: passed on from the caller; the first entry is the same in both versions of the table.
+    let names = unsafe { [kind, DEVICE_TYPE.get()].map(|kind| (*kind).iface.get_name.map(|name| name as usize)) };
+    names[0] == names[1]
+}
+
 unsafe extern "C" fn get_name(_: sys::ggml_backend_buffer_type_t) -> *const c_char {
     device::NAME.as_ptr()
 }

@@ -116,7 +116,9 @@ unsafe extern "C" fn supports_op(_: sys::ggml_backend_dev_t, op: *const sys::ggm
 
 /// Its own memory; as CUDA, host memory of its own choice only where the GPU is an integrated one.
 unsafe extern "C" fn supports_buft(_: sys::ggml_backend_dev_t, kind: sys::ggml_backend_buffer_type_t) -> bool {
-    kind == buffer_type::DEVICE_TYPE.get() || (settings::INTEGRATED.is_on() && kind == buffer_type::HOST_TYPE.get())
+    // SAFETY: the host asks about a valid buffer type.
+    let is_ours = unsafe { buffer_type::is_ours(kind) };
+    is_ours || (settings::INTEGRATED.is_on() && kind == buffer_type::HOST_TYPE.get())
 }
 
 /// CUDA's rule (ggml-cuda.cu, `get_op_batch_size`): large batches.

@@ -99,7 +99,7 @@ pub(crate) unsafe fn place(tensor: *const sys::ggml_tensor, offset: usize, size:
         if buffer.is_null() {
             return Place::Host;
         }
-        if (*buffer).buft != buffer_type::DEVICE_TYPE.get() {
+        if !buffer_type::is_ours((*buffer).buft) {
             return if sys::ggml_backend_buffer_is_host(buffer) { Place::Host } else { Place::Foreign };
         }
         let address = (*tensor).data.cast::<u8>().wrapping_add(offset);
@@ -107,6 +107,22 @@ pub(crate) unsafe fn place(tensor: *const sys::ggml_tensor, offset: usize, size:
             Some(real) => Place::Ours(real),
             None => Place::Foreign,
         }
+    }
+}
+
+/// As CUDA and Vulkan do where they copy asynchronously: memory under another name than its own ends the process.
+///
+/// # Safety
+/// `tensor` is valid, as is its buffer.
+pub(crate) unsafe fn insist_on_own_name(tensor: *const sys::ggml_tensor) {
+    // SAFETY: passed on from the caller.
+    let kind = unsafe {
+        let owner = if (*tensor).view_src.is_null() { tensor } else { (*tensor).view_src };
+        (*(*owner).buffer).buft
+    };
+    if kind != buffer_type::DEVICE_TYPE.get() {
+        say("unsupported buffer type");
+        std::process::abort();
     }
 }
 
