@@ -189,7 +189,8 @@ impl Shadows {
         Ok(())
     }
 
-    /// Queues the writes of a computed split's results on `stream`: of those that others read, or of all.
+    /// Queues the writes of a computed split's results on `stream`: of those that others read, or of all, and of its inputs, for a
+    /// callback that may look at anything.
     ///
     /// # Safety
     /// `graph` is what was computed, its tensors are where they were; `stream` is a live instance of our device. The shadows are
@@ -198,23 +199,38 @@ impl Shadows {
         &mut self,
         stream: sys::ggml_backend_t,
         graph: *mut sys::ggml_cgraph,
-        all: bool,
+        for_callback: bool,
     ) -> Result<()> {
         // SAFETY: passed on from the caller.
         let graph = unsafe { Graph::from_raw(graph) }.ok_or(Error::Contract("a graph that is none"))?;
-        for node in graph.nodes().filter(|node| node.storage().is(node)) {
-            let raw = node.as_raw();
-            // SAFETY: passed on from the caller.
-            let is_ours = unsafe { self.has(raw) };
-            if !is_ours || !(all || is_read_elsewhere(&graph, &node)) {
-                continue;
+        for node in graph.nodes() {
+            if for_callback {
+                for source in (0..sys::GGML_MAX_SRC as usize).filter_map(|source| node.src(source)) {
+                    // SAFETY: passed on from the caller.
+                    unsafe { self.queue_write(stream, &source.storage()) }?;
+                }
             }
-            // SAFETY: passed on from the caller.
-            unsafe {
+            if node.storage().is(&node) && (for_callback || is_read_elsewhere(&graph, &node)) {
+                // SAFETY: passed on from the caller.
+                unsafe { self.queue_write(stream, &node) }?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Nothing for a tensor that is not in our memory.
+    ///
+    /// # Safety
+    /// As for [`Self::queue_writes`]; `tensor` is no view.
+    unsafe fn queue_write(&mut self, stream: sys::ggml_backend_t, tensor: &Tensor<'_>) -> Result<()> {
+        let raw = tensor.as_raw();
+        // SAFETY: passed on from the caller.
+        unsafe {
+            if self.has(raw) {
                 let from = self.place(raw)?;
                 let (mut owner, mut alias) = self.alias(raw);
                 alias.buffer = &raw mut owner;
-                sys::ggml_backend_tensor_set_async(stream, &raw mut alias, from, 0, node.n_bytes());
+                sys::ggml_backend_tensor_set_async(stream, &raw mut alias, from, 0, tensor.n_bytes());
             }
         }
         Ok(())
