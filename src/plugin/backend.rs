@@ -4,12 +4,12 @@
 //!
 //! An instance's context is a boxed [`Instance`].
 
+use super::event;
 use super::guard::{NAME, guard};
 use super::sources::{Sources, have_equal_layouts, is_in_host_memory};
-use super::{event, on_device};
 use crate::ggml::{AbortCallback, Graph, Level, log, sys};
 use crate::runtime::Context;
-use std::ffi::{c_char, c_int, c_void};
+use std::ffi::{c_char, c_int};
 use std::ptr::null_mut;
 
 const INTERFACE: sys::ggml_backend_i = sys::ggml_backend_i {
@@ -118,33 +118,20 @@ unsafe extern "C" fn graph_compute(backend: sys::ggml_backend_t, graph: *mut sys
     })
 }
 
-/// Found by llama.cpp under this name with `ggml_backend` in front.
-pub(super) unsafe extern "C" fn set_n_threads(backend: sys::ggml_backend_t, n_threads: c_int) {
-    // SAFETY: llama.cpp calls this on a live instance between computations.
-    guard("setting threads", (), || unsafe {
-        if on_device::is_instance(backend) {
-            on_device::instance(backend).set_threads(n_threads);
-        } else {
-            instance(backend).context.set_threads(n_threads);
-        }
-    });
+/// Threads to compute with.
+///
+/// # Safety
+/// `backend` is one of these instances, alive, and used by this thread alone.
+pub(super) unsafe fn set_threads(backend: sys::ggml_backend_t, n_threads: c_int) {
+    // SAFETY: passed on from the caller.
+    unsafe { instance(backend) }.context.set_threads(n_threads);
 }
 
-/// Found by llama.cpp under this name with `ggml_backend` in front.
-pub(super) unsafe extern "C" fn set_abort_callback(
-    backend: sys::ggml_backend_t,
-    function: sys::ggml_abort_callback,
-    data: *mut c_void,
-) {
-    guard("setting the abort callback", (), || {
-        // SAFETY: as for `set_n_threads`. The host keeps function and data valid until it sets others or frees the instance.
-        unsafe {
-            let callback = AbortCallback::new(function, data);
-            if on_device::is_instance(backend) {
-                on_device::instance(backend).set_abort_callback(callback);
-            } else {
-                instance(backend).context.set_abort_callback(callback);
-            }
-        }
-    });
+/// Whom to ask whether to stop.
+///
+/// # Safety
+/// As for [`set_threads`].
+pub(super) unsafe fn set_abort_callback(backend: sys::ggml_backend_t, callback: AbortCallback) {
+    // SAFETY: passed on from the caller.
+    unsafe { instance(backend) }.context.set_abort_callback(callback);
 }

@@ -6,6 +6,9 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 /// Our name wherever ggml asks for one.
 pub(super) const NAME: &std::ffi::CStr = c"MoEHot";
 
+/// That of the device whose splits lie on the hot device.
+pub(super) const NAME_ON_DEVICE: &std::ffi::CStr = c"MoEHotGPU";
+
 /// Runs `body`; a panic becomes one log line and `fallback`.
 pub(super) fn guard<T>(doing: &str, fallback: T, body: impl FnOnce() -> T) -> T {
     catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|_| {

@@ -2,8 +2,8 @@
 
 use super::guard::{NAME, guard};
 use super::{api, backend, device, on_device};
-use crate::ggml::{BackendApi, Level, NOT_SERVED, join_host, log, remember_hosts_log, sys};
-use std::ffi::{CStr, c_char, c_void};
+use crate::ggml::{AbortCallback, BackendApi, Level, NOT_SERVED, join_host, log, remember_hosts_log, sys};
+use std::ffi::{CStr, c_char, c_int, c_void};
 use std::ptr::{NonNull, null_mut};
 use std::sync::OnceLock;
 
@@ -73,12 +73,41 @@ unsafe extern "C" fn get_proc_address(_: sys::ggml_backend_reg_t, name: *const c
     guard("looking up a function", null_mut(), || {
         // SAFETY: ggml passes a NUL-terminated name.
         match unsafe { CStr::from_ptr(name) }.to_bytes() {
-            b"ggml_backend_set_n_threads" => backend::set_n_threads as *mut c_void,
-            b"ggml_backend_set_abort_callback" => backend::set_abort_callback as *mut c_void,
+            b"ggml_backend_set_n_threads" => set_n_threads as *mut c_void,
+            b"ggml_backend_set_abort_callback" => set_abort_callback as *mut c_void,
             b"moe_hot_api_v1" => api::table(),
             _ => null_mut(),
         }
     })
+}
+
+/// Found by llama.cpp under this name with `ggml_backend` in front.
+unsafe extern "C" fn set_n_threads(backend: sys::ggml_backend_t, n_threads: c_int) {
+    // SAFETY: llama.cpp calls this on a live instance of ours between computations.
+    guard("setting threads", (), || unsafe {
+        if on_device::is_instance(backend) {
+            on_device::instance(backend).set_threads(n_threads);
+        } else {
+            backend::set_threads(backend, n_threads);
+        }
+    });
+}
+
+/// Found by llama.cpp under this name with `ggml_backend` in front.
+unsafe extern "C" fn set_abort_callback(
+    backend: sys::ggml_backend_t,
+    function: sys::ggml_abort_callback,
+    data: *mut c_void,
+) {
+    // SAFETY: as for `set_n_threads`. The host keeps function and data valid until it sets others or frees the instance.
+    guard("setting the abort callback", (), || unsafe {
+        let callback = AbortCallback::new(function, data);
+        if on_device::is_instance(backend) {
+            on_device::instance(backend).set_abort_callback(callback);
+        } else {
+            backend::set_abort_callback(backend, callback);
+        }
+    });
 }
 
 #[cfg(test)]

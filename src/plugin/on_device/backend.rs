@@ -3,10 +3,10 @@
 //! A split is computed in host memory of the same layout. Inputs are read into it and results written from it on the instance
 //! that the inputs come from: so they stand in order with its graphs, and nobody waits but for what the host itself needs.
 
-use super::{NAME, SplitMemory, shared};
-use crate::ggml::{AbortCallback, BufferType, Level, Shadows, log, sys};
+use super::memory::SplitMemory;
+use crate::ggml::{AbortCallback, Level, Shadows, log, sys};
 use crate::plugin::event;
-use crate::plugin::guard::guard;
+use crate::plugin::guard::{NAME_ON_DEVICE, guard};
 use crate::plugin::sources::{Sources, is_in_host_memory};
 use crate::runtime::{Context, runtime};
 use crate::{Error, Result};
@@ -53,18 +53,10 @@ pub(in crate::plugin) struct Instance {
     broken: Option<Error>,
 }
 
-/// A new instance.
-///
-/// # Safety
-/// `device` is that of our instances.
-pub(super) unsafe fn new(device: sys::ggml_backend_dev_t) -> sys::ggml_backend_t {
-    // SAFETY: passed on from the caller.
-    let memory = unsafe { shared(device) }.memory();
+/// A new instance on `device`, that of our instances. Without `memory` it will be handed no splits.
+pub(super) fn new(device: sys::ggml_backend_dev_t, memory: Option<&SplitMemory>) -> sys::ggml_backend_t {
     let pinned = !runtime().config().no_host;
-    let shadows = memory.map(|memory| {
-        let kinds: (BufferType, BufferType) = (memory.device_kind(), SplitMemory::split_kind(memory));
-        Shadows::new(memory.device(), kinds.0, kinds.1, pinned)
-    });
+    let shadows = memory.map(|memory| Shadows::new(memory.device(), memory.device_kind(), memory.split_kind(), pinned));
     let instance = Instance {
         context: None,
         n_threads: None,
@@ -214,7 +206,7 @@ impl Instance {
 const NO_MEMORY: Error = Error::Contract("a split on a device that there is none for");
 
 unsafe extern "C" fn get_name(_: sys::ggml_backend_t) -> *const c_char {
-    NAME.as_ptr()
+    NAME_ON_DEVICE.as_ptr()
 }
 
 /// The device's instance may be gone: nothing is waited for. llama.cpp has done so before it frees backends.

@@ -11,18 +11,16 @@
 mod backend;
 mod memory;
 
-use super::guard::guard;
+use super::guard::{NAME_ON_DEVICE, guard};
 use super::{device, event};
 use crate::ggml::{BackendApi, BufferType, Tensor, sys};
 use crate::runtime::runtime;
 pub(super) use backend::{instance, is_ours as is_instance};
 use memory::SplitMemory;
-use std::ffi::{CStr, c_char};
+use std::ffi::c_char;
 use std::ptr::null_mut;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-
-const NAME: &CStr = c"MoEHotGPU";
 
 /// What both device structs have as their context. Lives as long as the process.
 struct OnDevice {
@@ -108,21 +106,24 @@ unsafe fn shared(device: sys::ggml_backend_dev_t) -> &'static OnDevice {
 }
 
 unsafe extern "C" fn get_name(_: sys::ggml_backend_dev_t) -> *const c_char {
-    NAME.as_ptr()
+    NAME_ON_DEVICE.as_ptr()
 }
 
 unsafe extern "C" fn get_props(device: sys::ggml_backend_dev_t, props: *mut sys::ggml_backend_dev_props) {
     // SAFETY: ggml passes a valid pointer, which the first device's function fills whole.
     unsafe {
         device::get_props(device, props);
-        (*props).name = NAME.as_ptr();
+        (*props).name = NAME_ON_DEVICE.as_ptr();
         (*props).caps.buffer_from_host_ptr = false;
     }
 }
 
 unsafe extern "C" fn init_backend(device: sys::ggml_backend_dev_t, _: *const c_char) -> sys::ggml_backend_t {
     // SAFETY: ggml calls this on our device.
-    guard("creating a backend", null_mut(), || unsafe { backend::new(shared(device).of_instances) })
+    guard("creating a backend", null_mut(), || unsafe {
+        let shared = shared(device);
+        backend::new(shared.of_instances, shared.memory())
+    })
 }
 
 /// That of the CPU, which the loader passes over.
