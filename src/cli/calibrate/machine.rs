@@ -154,50 +154,54 @@ pub fn this_machine() -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::device::copy::testing::in_a_process_of_its_own;
 
     #[test]
     fn what_is_stored_is_read_back_and_nothing_else_is_taken_for_it() {
-        let figure = |value| Figure { value, source: Source::Given };
-        let calibration = Calibration {
-            format: Calibration::FORMAT,
-            date: "2026-11-30T00:00:00Z".into(),
-            machine: this_machine(),
-            threads: 2,
-            buffer_bytes: 1,
-            passes: 1,
-            ram_gb_per_s: Figure { value: 1.5, source: Source::Measured },
-            ram_least_gb_per_s: 1.0,
-            ram_most_gb_per_s: 2.0,
-            gpu_gb_per_s: Some(figure(3.0)),
-            bus_gb_per_s: None,
-            layer_overhead_us: Some(figure(0.0)),
-            prompts: vec![Prompts {
-                model: "kind, 2 of 8 experts, 5 bytes".into(),
+        // Children that other tests start would hold the lock of a file that has just been written.
+        in_a_process_of_its_own(|| {
+            let figure = |value| Figure { value, source: Source::Given };
+            let calibration = Calibration {
+                format: Calibration::FORMAT,
                 date: "2026-11-30T00:00:00Z".into(),
-                n_threads: 4,
-                are_threads_given: false,
-                min_batch: 77,
-                prompts: vec![Prompt { n_tokens: 32, cpu_ms: 2.5, copied_ms: 7.5 }],
-            }],
-        };
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("a/b/calibration.json");
-        assert_eq!(Calibration::load(&path).unwrap(), None);
-        calibration.store(&path).unwrap();
-        calibration.store(&path).unwrap();
-        assert_eq!(Calibration::load(&path).unwrap(), Some(calibration));
-        let good = fs::read_to_string(&path).unwrap();
-        for (old, new) in [
-            ("1.5", "0.0"),
-            ("1.5", "-1.0"),
-            ("3.0", "1e999"),
-            ("\"format\": 1", "\"format\": 9"),
-            ("77", "7"),
-            ("{", ""),
-        ] {
-            fs::write(&path, good.replacen(old, new, 1)).unwrap();
-            assert!(Calibration::load(&path).is_err(), "{old} {new}");
-        }
-        assert!(Calibration::load(folder.path()).is_err());
+                machine: this_machine(),
+                threads: 2,
+                buffer_bytes: 1,
+                passes: 1,
+                ram_gb_per_s: Figure { value: 1.5, source: Source::Measured },
+                ram_least_gb_per_s: 1.0,
+                ram_most_gb_per_s: 2.0,
+                gpu_gb_per_s: Some(figure(3.0)),
+                bus_gb_per_s: None,
+                layer_overhead_us: Some(figure(0.0)),
+                prompts: vec![Prompts {
+                    model: "kind, 2 of 8 experts, 5 bytes".into(),
+                    date: "2026-11-30T00:00:00Z".into(),
+                    n_threads: 4,
+                    are_threads_given: false,
+                    min_batch: 77,
+                    prompts: vec![Prompt { n_tokens: 32, cpu_ms: 2.5, copied_ms: 7.5 }],
+                }],
+            };
+            let folder = tempfile::tempdir().unwrap();
+            let path = folder.path().join("a/b/calibration.json");
+            assert_eq!(Calibration::load(&path).unwrap(), None);
+            calibration.store(&path).unwrap();
+            calibration.store(&path).unwrap();
+            assert_eq!(Calibration::load(&path).unwrap(), Some(calibration));
+            let good = fs::read_to_string(&path).unwrap();
+            for (old, new) in [
+                ("1.5", "0.0"),
+                ("1.5", "-1.0"),
+                ("3.0", "1e999"),
+                ("\"format\": 1", "\"format\": 9"),
+                ("77", "7"),
+                ("{", ""),
+            ] {
+                fs::write(&path, good.replacen(old, new, 1)).unwrap();
+                assert!(Calibration::load(&path).is_err(), "{old} {new}");
+            }
+            assert!(Calibration::load(folder.path()).is_err());
+        });
     }
 }
