@@ -8,8 +8,8 @@ use super::{BufferType, Device, Graph, HostBlock, Tensor, sys};
 use crate::{Error, Result};
 use std::ffi::c_void;
 
-/// Buffers whose shadows are kept: llama.cpp makes a new one when a graph needs more, and as a rule has one.
-const MAX_SHADOWS: usize = 4;
+/// Buffers whose shadows are kept: llama.cpp makes a new one when a graph needs more, and has one, as a rule, and 16 at most.
+const MAX_SHADOWS: usize = 32;
 
 /// Host memory in the layout of a buffer of the scheduler's.
 struct Shadow {
@@ -189,13 +189,13 @@ impl Shadows {
         Ok(())
     }
 
-    /// Queues the writes of a computed split's results on `stream`: of those that others read, or of all, and of its inputs, for a
-    /// callback that may look at anything.
+    /// Writes a computed split's results: those that others read, or all, and its inputs, for a callback that may look at anything.
+    /// Queued on `stream`; if that is NULL, at once.
     ///
     /// # Safety
-    /// `graph` is what was computed, its tensors are where they were; `stream` is a live instance of our device. The shadows are
-    /// left alone until it has been waited for.
-    pub unsafe fn queue_writes(
+    /// `graph` is what was computed, its tensors are where they were; `stream` is NULL or a live instance of our device. The
+    /// shadows are left alone until it has been waited for.
+    pub unsafe fn write_results(
         &mut self,
         stream: sys::ggml_backend_t,
         graph: *mut sys::ggml_cgraph,
@@ -205,35 +205,44 @@ impl Shadows {
         let graph = unsafe { Graph::from_raw(graph) }.ok_or(Error::Contract("a graph that is none"))?;
         for node in graph.nodes() {
             if for_callback {
-                for source in (0..sys::GGML_MAX_SRC as usize).filter_map(|source| node.src(source)) {
+                // Inputs of the split alone: others may have put results of theirs into memory of ours.
+                let sources = (0..sys::GGML_MAX_SRC as usize).filter_map(|source| node.src(source));
+                for input in sources.filter(|source| source.op() == sys::GGML_OP_NONE && source.storage().is(source)) {
                     // SAFETY: passed on from the caller.
-                    unsafe { self.queue_write(stream, &source.storage()) }?;
+                    unsafe { self.write(stream, &input) }?;
                 }
             }
             if node.storage().is(&node) && (for_callback || is_read_elsewhere(&graph, &node)) {
                 // SAFETY: passed on from the caller.
-                unsafe { self.queue_write(stream, &node) }?;
+                if !unsafe { self.write(stream, &node) }? {
+                    return Err(Error::Contract("a result that is read on the device and does not lie there"));
+                }
             }
         }
         Ok(())
     }
 
-    /// Nothing for a tensor that is not in our memory.
+    /// `false`, and nothing, for a tensor that is not in our memory.
     ///
     /// # Safety
-    /// As for [`Self::queue_writes`]; `tensor` is no view.
-    unsafe fn queue_write(&mut self, stream: sys::ggml_backend_t, tensor: &Tensor<'_>) -> Result<()> {
+    /// As for [`Self::write_results`]; `tensor` is no view.
+    unsafe fn write(&mut self, stream: sys::ggml_backend_t, tensor: &Tensor<'_>) -> Result<bool> {
         let raw = tensor.as_raw();
         // SAFETY: passed on from the caller.
         unsafe {
-            if self.has(raw) {
-                let from = self.place(raw)?;
+            if !self.has(raw) {
+                return Ok(false);
+            }
+            let from = self.place(raw)?;
+            if stream.is_null() {
+                sys::ggml_backend_tensor_set(raw, from, 0, tensor.n_bytes());
+            } else {
                 let (mut owner, mut alias) = self.alias(raw);
                 alias.buffer = &raw mut owner;
                 sys::ggml_backend_tensor_set_async(stream, &raw mut alias, from, 0, tensor.n_bytes());
             }
         }
-        Ok(())
+        Ok(true)
     }
 
     /// A tensor of our splits as one of the device's own: backends insist on their own kind of memory, by its address, where

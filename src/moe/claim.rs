@@ -33,7 +33,7 @@ impl Claims {
     pub fn claims(&self, op: Tensor<'_>) -> bool {
         match op.op() {
             sys::GGML_OP_MUL_MAT_ID => self.claims_by_weight(op, 0),
-            sys::GGML_OP_ADD_ID => self.claims_by_weight(op, 1),
+            sys::GGML_OP_ADD_ID => self.claims_biases(op),
             sys::GGML_OP_REPEAT => self.takes_scales && self.is_repeated_scale(op),
             sys::GGML_OP_GET_ROWS => self.is_scale_per_request(op),
             sys::GGML_OP_NONE | sys::GGML_OP_VIEW => self.unplaced,
@@ -59,6 +59,12 @@ impl Claims {
         }
         let is_small = op.src(2).is_some_and(|ids| ids.ne(1) < self.offload_min_batch.into());
         is_small && self.has_wanted_rows(op)
+    }
+
+    /// Biases for rows of ours: where rows may lie elsewhere, their sum could be put in their place.
+    fn claims_biases(&self, op: Tensor<'_>) -> bool {
+        let are_rows_ours = || op.src(0).is_some_and(|rows| self.is_inside_block(rows, MAX_DEPTH));
+        self.claims_by_weight(op, 1) && (self.rows_from.is_none() || are_rows_ours())
     }
 
     /// Whether both rows and ids of an operation are made in the memory that is asked for.
@@ -101,7 +107,7 @@ impl Claims {
         let is_view = |index| node.src(index).is_some_and(|source| source.op() == sys::GGML_OP_VIEW);
         match node.op() {
             sys::GGML_OP_MUL_MAT_ID => self.claims_by_weight(node, 0),
-            sys::GGML_OP_ADD_ID => self.claims_by_weight(node, 1),
+            sys::GGML_OP_ADD_ID => self.claims_biases(node),
             sys::GGML_OP_GLU => inside(0) && (node.src(1).is_none() || inside(1)),
             sys::GGML_OP_UNARY | sys::GGML_OP_SQR | sys::GGML_OP_CLAMP | sys::GGML_OP_SCALE => inside(0),
             // By something of the block, or by its scales; never by the router's weights.

@@ -16,6 +16,12 @@ from test_hot_shapes import AT_ONCE, ENCODER_STEPS, SEQUENCES, SHARES, STEPS
 from test_unkind import N_LAYERS
 
 SPLITS = {"splits on the device": {}, "splits in host memory": {"MOE_HOT_TEST_HOST_SPLITS": 1}}
+OTHER_KINDS = {
+    "page-locked": {"host_buffer": 1},
+    "blocking": {"host_buffer": 1, "pageable_blocks": 1},
+    "late": {"latency_us": 200},
+    "without asynchronous copies": {"no_async": 1},
+}
 EACH_WAY = pytest.mark.parametrize("splits", SPLITS)
 
 
@@ -71,9 +77,9 @@ def test_some_layers_on_the_device(hot, model_of_two, n_gpu_layers, splits):
 
 
 @EACH_WAY
-@pytest.mark.parametrize("fake", [{"host_buffer": 1}, {"host_buffer": 1, "pageable_blocks": 1}, {"latency_us": 200}], ids=["page-locked", "blocking", "late"])
-def test_devices_of_other_kinds(hot, model_of_two, fake, splits):
-    assert_same_with(hot, model_of_two, STEPS, "50 %", splits, fake=fake)
+@pytest.mark.parametrize("kind", OTHER_KINDS)
+def test_devices_of_other_kinds(hot, model_of_two, kind, splits):
+    assert_same_with(hot, model_of_two, STEPS, "50 %", splits, fake=OTHER_KINDS[kind])
 
 
 @EACH_WAY

@@ -1,7 +1,8 @@
 //! Instances whose splits lie on the device.
 //!
 //! A split is computed in host memory of the same layout. Inputs are read into it and results written from it on the instance
-//! that the inputs come from: so they stand in order with its graphs, and nobody waits but for what the host itself needs.
+//! that the inputs come from: so they stand in order with its graphs, and the host waits for what it reads itself. llama.cpp waits
+//! once more, for the results, before a split that takes no other input.
 
 use super::memory::SplitMemory;
 use crate::ggml::{AbortCallback, Level, Shadows, log, sys};
@@ -45,7 +46,8 @@ pub(in crate::plugin) struct Instance {
     /// `None`: there is no memory for splits, and there will be none.
     shadows: Option<Shadows>,
     sources: Sources,
-    /// The hot device's instance of the same llama.cpp context; NULL until an input has come from it.
+    /// The hot device's instance of the same llama.cpp context; NULL until an input has come from it that it could be asked for
+    /// without a wait. Without it results are written at once: what the instance does has been waited for with the inputs.
     stream: sys::ggml_backend_t,
     /// Whether it may still be reading results from our host memory.
     is_writing: bool,
@@ -178,9 +180,8 @@ impl Instance {
         let is_waited_for = self.sources.has(self.stream);
         // SAFETY: the scheduler took this split's inputs from live backends.
         unsafe { self.sources.wait() };
-        if is_waited_for {
-            self.is_writing = false;
-        }
+        // Nor is anything written over what the stream's own graphs may still read.
+        self.is_writing = !is_waited_for && !self.stream.is_null();
         // SAFETY: as above.
         unsafe { self.wait_for_results() };
         if let Some(error) = self.broken.take() {
@@ -193,12 +194,9 @@ impl Instance {
         if status != sys::GGML_STATUS_SUCCESS {
             return Ok(status);
         }
-        if self.stream.is_null() {
-            return Err(Error::Contract("a split on the device without an input from there"));
-        }
         // SAFETY: as above. What has no number is looked at by a callback, which may read anything.
-        unsafe { shadows.queue_writes(self.stream, graph, (*graph).uid == 0) }?;
-        self.is_writing = true;
+        unsafe { shadows.write_results(self.stream, graph, (*graph).uid == 0) }?;
+        self.is_writing = !self.stream.is_null();
         Ok(status)
     }
 }
@@ -228,15 +226,14 @@ unsafe extern "C" fn cpy_tensor_async(
     src: *const sys::ggml_tensor,
     dst: *mut sys::ggml_tensor,
 ) -> bool {
-    guard("taking an input", (), || {
-        // SAFETY: the scheduler passes live instances, ours last, and valid tensors with memory.
-        unsafe {
-            let instance = instance(backend);
-            if let Err(error) = instance.take_input(source, src, dst) {
-                instance.broken = Some(error);
-            }
-        }
+    // SAFETY: the scheduler passes live instances, ours last, and valid tensors with memory.
+    let taken = guard("taking an input", Err(Error::Contract("an input that was not taken")), || unsafe {
+        instance(backend).take_input(source, src, dst)
     });
+    if let Err(error) = taken {
+        // SAFETY: as above.
+        unsafe { instance(backend) }.broken = Some(error);
+    }
     true
 }
 

@@ -17,10 +17,15 @@ use crate::ggml::{BackendApi, BufferType, Tensor, sys};
 use crate::runtime::runtime;
 pub(super) use backend::{instance, is_ours as is_instance};
 use memory::SplitMemory;
+use std::cell::Cell;
 use std::ffi::c_char;
 use std::ptr::null_mut;
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+
+thread_local! {
+    /// Whether the last operation on experts that this thread has asked about is ours: a scheduler asks on one thread.
+    static TOOK_LAST: Cell<bool> = const { Cell::new(false) };
+}
 
 /// What both device structs have as their context. Lives as long as the process.
 struct OnDevice {
@@ -31,8 +36,6 @@ struct OnDevice {
     of_instances: sys::ggml_backend_dev_t,
     /// Looked for when the first instance is asked; `None`: there is no such device.
     memory: OnceLock<Option<SplitMemory>>,
-    /// Whether the last operation on experts that was asked about is ours.
-    took_last: AtomicBool,
 }
 
 impl OnDevice {
@@ -45,9 +48,9 @@ impl OnDevice {
         let (Some(memory), Some(ours)) = (self.memory(), unsafe { BufferType::from_raw(self.experts) }) else {
             return false;
         };
-        let is_ours = runtime().claims_on_device(ours, memory.device_kind(), self.took_last.load(Relaxed), op);
+        let is_ours = runtime().claims_on_device(ours, memory.device_kind(), TOOK_LAST.get(), op);
         if op.op() == sys::GGML_OP_MUL_MAT_ID {
-            self.took_last.store(is_ours, Relaxed);
+            TOOK_LAST.set(is_ours);
         }
         is_ours
     }
@@ -90,7 +93,6 @@ pub(super) fn make(
             experts: device::buffer_type(first),
             of_instances,
             memory: OnceLock::new(),
-            took_last: AtomicBool::new(false),
         }));
         (*registered).context = shared.cast();
         (*of_instances).context = shared.cast();

@@ -52,9 +52,11 @@ pub(crate) fn new() -> sys::ggml_backend_t {
         }
     };
     stats::INSTANCES.add(1);
+    let without =
+        sys::ggml_backend_i { set_tensor_async: None, get_tensor_async: None, cpy_tensor_async: None, ..INTERFACE };
     Box::into_raw(Box::new(sys::ggml_backend {
         guid: GUID.get(),
-        iface: INTERFACE,
+        iface: if settings::NO_ASYNC.is_on() { without } else { INTERFACE },
         device: device::DEVICE.get(),
         context: Box::into_raw(Box::new(worker)).cast(),
     }))

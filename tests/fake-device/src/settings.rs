@@ -62,6 +62,8 @@ settings! {
     THREADS = "threads", 1;
     /// The device is an integrated GPU. Read when it is asked for its type.
     INTEGRATED = "integrated", 0;
+    /// Instances copy nothing asynchronously, as OpenCL's. Read when one is made.
+    NO_ASYNC = "no_async", 0;
     /// The device has a host buffer type.
     HOST_BUFFER = "host_buffer", 0;
     /// Asynchronous writes wait until it is 0 again, and with them their queues.
