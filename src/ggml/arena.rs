@@ -29,8 +29,8 @@ pub struct Inputs {
     pub ids: TensorIndex,
     /// The input rows.
     pub rows: TensorIndex,
-    /// First byte of the rows in the range.
-    pub rows_offset: usize,
+    /// First byte of the rows in the range; `None`: they lie elsewhere.
+    pub rows_offset: Option<usize>,
     /// Bytes of the range.
     pub bytes: usize,
 }
@@ -96,13 +96,35 @@ impl GraphBuilder {
 
     /// The graph's ids `ids_ne` and input rows `rows_ne` (f32), the rows at the next multiple of `alignment` bytes. Once per graph.
     pub fn inputs(&mut self, ids_ne: [i64; 2], rows_ne: [i64; 3], alignment: usize) -> Result<Inputs> {
-        if self.inputs.is_some() || !alignment.is_power_of_two() || alignment > MAX_ALIGNMENT {
-            return Err(Error::Contract("a graph's inputs, twice or wrongly aligned"));
+        if !alignment.is_power_of_two() || alignment > MAX_ALIGNMENT {
+            return Err(Error::Contract("a graph's inputs, wrongly aligned"));
+        }
+        self.new_inputs(ids_ne, rows_ne, |ids_bytes| Some(ids_bytes.next_multiple_of(alignment)))
+    }
+
+    /// The graph's ids `ids_ne` alone, and input rows `rows_ne` (f32) that lie elsewhere and are shown at each computation. Once
+    /// per graph.
+    pub fn inputs_with_rows_elsewhere(&mut self, ids_ne: [i64; 2], rows_ne: [i64; 3]) -> Result<Inputs> {
+        self.new_inputs(ids_ne, rows_ne, |_| None)
+    }
+
+    fn new_inputs(
+        &mut self,
+        ids_ne: [i64; 2],
+        rows_ne: [i64; 3],
+        rows_behind: impl FnOnce(usize) -> Option<usize>,
+    ) -> Result<Inputs> {
+        if self.inputs.is_some() {
+            return Err(Error::Contract("a graph's inputs, twice"));
         }
         let ids = self.new_tensor(sys::GGML_TYPE_I32, [ids_ne[0], ids_ne[1], 1, 1], Role::Ids)?;
         let rows = self.new_tensor(sys::GGML_TYPE_F32, [rows_ne[0], rows_ne[1], rows_ne[2], 1], Role::InputRows)?;
-        let rows_offset = self.n_bytes(ids)?.next_multiple_of(alignment);
-        let bytes = rows_offset + self.n_bytes(rows)?;
+        let ids_bytes = self.n_bytes(ids)?;
+        let rows_offset = rows_behind(ids_bytes);
+        let bytes = match rows_offset {
+            Some(offset) => offset + self.n_bytes(rows)?,
+            None => ids_bytes,
+        };
         let ne = i64::try_from(bytes).map_err(|_| Error::Contract("inputs that are too large"))?;
         let whole = self.new_tensor(sys::GGML_TYPE_I8, [ne, 1, 1, 1], Role::Inputs)?;
         let inputs = Inputs { whole, ids, rows, rows_offset, bytes };
@@ -242,12 +264,14 @@ impl GraphBuilder {
             }
             // Ids and rows share the range of the whole, and nothing else does.
             (Role::Inputs, Some(Inputs { ids, rows, rows_offset, .. })) => {
-                let rows_at = offset + rows_offset;
-                end = end.max(self.end_of(rows, memory, rows_at)?);
+                let rows_at = rows_offset.map(|rows_offset| offset + rows_offset);
+                if let Some(rows_at) = rows_at {
+                    end = end.max(self.end_of(rows, memory, rows_at)?);
+                }
                 self.take(memory, offset..end)?;
                 self.place_raw(tensor, memory, offset)?;
                 self.place_raw(ids, memory, offset)?;
-                self.place_raw(rows, memory, rows_at)?;
+                rows_at.map_or(Ok(()), |rows_at| self.place_raw(rows, memory, rows_at))?;
             }
             _ => return Err(Error::Contract("scratch memory for a tensor that is not written on its own")),
         }
@@ -352,6 +376,18 @@ impl GraphBuilder {
         // SAFETY: tensors of our context are valid.
         let [k, n_tokens, ..] = unsafe { (*raw).ne };
         Some((inputs, k as usize, n_tokens as usize, self.n_experts))
+    }
+
+    /// Whether it is the graph's input rows, and they lie elsewhere.
+    pub(super) fn is_rows_elsewhere(&self, tensor: TensorIndex) -> bool {
+        self.inputs.is_some_and(|inputs| inputs.rows == tensor && inputs.rows_offset.is_none())
+    }
+
+    /// Whether it is a result of this graph that no view is a part of.
+    pub(super) fn is_whole_result(&self, tensor: TensorIndex) -> bool {
+        let Ok((raw, Role::Result)) = self.get(tensor) else { return false };
+        // SAFETY: all tensors of our context are valid.
+        !self.tensors.iter().any(|(other, _)| unsafe { other.as_ref() }.view_src == raw.as_ptr())
     }
 
     /// Whether it is a leaf of this graph.

@@ -134,7 +134,7 @@ impl Backend {
         scratch: &mut HostBlock,
         live: impl Iterator<Item = Tensor<'a>>,
     ) -> Result<Status> {
-        if !self.is_cpu || !graph.shared().is_empty() {
+        if !self.is_cpu || !graph.shared().is_empty() || graph.has_ends() {
             return Err(Error::Contract("a graph for the CPU that is not one"));
         }
         graph.check_scratch(scratch.scratch())?;
@@ -167,7 +167,7 @@ impl Backend {
         let output = graph.range(output, 0, output_len)?;
         let is_late = outputs.is_pageable();
         let (from, to) = (inputs.range(0, input_len)?, outputs.range(0, output_len)?);
-        if !graph.bound().is_empty() {
+        if !graph.bound().is_empty() || graph.has_ends() {
             return Err(Error::Contract("a graph for a device whose leaves are not placed"));
         }
         graph.check_kind(self.kind)?;

@@ -42,8 +42,16 @@ struct Projection {
 
 impl Projection {
     fn new() -> Self {
+        Self::with(|builder| builder.inputs([K, 1], [N, 1, 1], 256).unwrap())
+    }
+
+    fn with_rows_elsewhere() -> Self {
+        Self::with(|builder| builder.inputs_with_rows_elsewhere([K, 1], [N, 1, 1]).unwrap())
+    }
+
+    fn with(inputs: impl FnOnce(&mut GraphBuilder) -> Inputs) -> Self {
         let mut builder = GraphBuilder::new(64).unwrap();
-        let inputs = builder.inputs([K, 1], [N, 1, 1], 256).unwrap();
+        let inputs = inputs(&mut builder);
         let weights = builder.leaf(F32, [N, N, N_EXPERTS, 1]).unwrap();
         let sources = [weights, inputs.rows, inputs.ids].map(Some);
         let result = builder.result(MUL_MAT_ID, &NO_PARAMS, [N, K, 1, 1], sources).unwrap();
@@ -404,6 +412,110 @@ fn device_memory_is_not_used_as_host_memory_nor_by_another_device() {
         assert_refused(cpu_backend.upload(&tensors, &upload()));
         assert_refused(cpu_backend.download(&tensors, tensor, 0, &mut [0; 4]));
         fake.upload(&tensors, &upload()).unwrap();
+    });
+}
+
+#[test]
+fn the_ends_of_a_graph_are_its_rows() {
+    let scratch = Scratch::allocate(cpu(), 4096).unwrap();
+    let memory = Arc::new(Memory::allocate(cpu(), 1 << 16).unwrap());
+    let placed = |mut graph: Projection| {
+        graph.builder.place_in_scratch(graph.inputs.whole, &scratch, 0).unwrap();
+        graph.builder.place(graph.weights, &memory, 0).unwrap();
+        graph
+    };
+    let graph = placed(Projection::with_rows_elsewhere());
+    assert!(graph.builder.finish_in_place(graph.inputs.rows, graph.result).is_ok());
+    for wrong in [|graph: &Projection| graph.weights, |graph: &Projection| graph.inputs.ids] {
+        let graph = placed(Projection::with_rows_elsewhere());
+        let wrong = wrong(&graph);
+        assert_refused(graph.builder.finish_in_place(graph.inputs.rows, wrong));
+        let graph = placed(Projection::with_rows_elsewhere());
+        assert_refused(graph.builder.finish_in_place(wrong, graph.result));
+    }
+    let graph = placed(Projection::new());
+    assert_refused(graph.builder.finish_in_place(graph.inputs.rows, graph.result));
+    let mut graph = placed(Projection::with_rows_elsewhere());
+    graph.builder.view(graph.result, N / 2, 0).unwrap();
+    assert_refused(graph.builder.finish_in_place(graph.inputs.rows, graph.result));
+    let mut graph = placed(Projection::with_rows_elsewhere());
+    let between = graph.result;
+    let result = graph.builder.result(sys::GGML_OP_SQR, &NO_PARAMS, [N, K, 1, 1], [Some(between), None, None]).unwrap();
+    assert_refused(graph.builder.finish_in_place(graph.inputs.rows, result));
+    assert_refused(placed(Projection::with_rows_elsewhere()).builder.finish(Vec::new()));
+}
+
+#[test]
+fn rows_of_a_split_stay_in_their_place_if_they_fit() {
+    in_a_process_of_its_own(|| {
+        load_cpu();
+        let device = FakeDevice::load().device;
+        let kind = device.buffer_type().unwrap();
+        let stream = Backend::new(device).unwrap();
+        let b = Builder::new();
+        let [made, copy, long, unknown] = [N, N, 2 * N, N].map(|n| b.leaf(F32, [n, 1, 1]));
+        let split = b.mul_mat_id(b.leaf(F32, [N, N, N_EXPERTS]), copy, b.ids(K, N_EXPERTS, 1));
+        let elsewhere = b.mul(made, made);
+        b.allocate_in(kind);
+        b.mark_results();
+        b.fill(made, &[0.5_f32; N as usize]);
+
+        let memory = Arc::new(Memory::allocate(kind, 1 << 16).unwrap());
+        let mut scratch = Scratch::allocate(kind, 4096).unwrap();
+        let mut graph = Projection::with_rows_elsewhere();
+        graph.builder.place_in_scratch(graph.inputs.whole, &scratch, 0).unwrap();
+        graph.builder.place(graph.weights, &memory, 0).unwrap();
+        let mut graph = graph.builder.finish_in_place(graph.inputs.rows, graph.result).unwrap();
+        let mut tensors = GraphBuilder::new(1).unwrap();
+        let weights = tensors.leaf(F32, [N, N, N_EXPERTS, 1]).unwrap();
+        tensors.place(weights, &memory, 0).unwrap();
+        let bytes: Vec<u8> =
+            (0..N_EXPERTS).flat_map(|expert| [expert as f32; (N * N) as usize]).flat_map(f32::to_ne_bytes).collect();
+        let upload = [Upload { tensor: weights, offset: 0, bytes: &bytes }];
+        Backend::new(device).unwrap().upload(&tensors.finish_tensors().unwrap(), &upload).unwrap();
+
+        let at = |tensor: &Tensor<'_>| memory::DevicePlace {
+            data: tensor.address() as *mut _,
+            // SAFETY: the tensor is valid.
+            buffer: unsafe { (*tensor.as_raw()).buffer },
+            len: tensor.n_bytes(),
+        };
+        let moved = [split, made].map(|tensor| in_place::Moved {
+            tensor: tensor.as_raw(),
+            data: at(&tensor).data,
+            buffer: at(&tensor).buffer,
+        });
+        let taken = [(copy, made), (long, long)]
+            .map(|(input, source)| in_place::Taken { input: input.as_raw(), source: at(&source) });
+        let raw = std::ptr::NonNull::new(stream.as_raw().cast_mut()).unwrap();
+        // SAFETY: the instance is alive and used by this thread alone; all tensors are valid and lie in memory of that kind, where
+        // nothing is computed meanwhile.
+        let in_place = unsafe { InPlace::new(raw, (device, kind), &moved, &taken) };
+        assert!(in_place.has_input(&copy) && !in_place.has_input(&unknown));
+
+        let mut ids = block(64);
+        let mut compute = |(rows, output): (&Tensor<'_>, &Tensor<'_>), experts: [i32; K as usize]| {
+            ids.write_ids(0, &experts).unwrap();
+            in_place.compute_while((&mut graph, &mut scratch), (rows, output), &ids, || 7)
+        };
+        assert_refused(compute((&unknown, &split), [3, 1]));
+        assert_refused(compute((&long, &split), [3, 1]));
+        assert_refused(compute((&copy, &made), [3, 1]));
+        assert_refused(compute((&copy, &elsewhere), [3, 1]));
+        assert_refused(compute((&copy, &split), [3, N_EXPERTS as i32]));
+        assert!(!in_place.is_done());
+        assert_eq!(compute((&copy, &split), [3, 1]).unwrap(), Ok(7));
+        assert!(in_place.is_done());
+        let sum = N as f32 * 0.5;
+        let expected: Vec<f32> = [3.0, 1.0].iter().flat_map(|expert| [expert * sum; N as usize]).collect();
+        assert_eq!(b.read(split), expected);
+
+        let mut other = Scratch::allocate(kind, 4096).unwrap();
+        assert_refused(in_place.compute_while((&mut graph, &mut other), (&copy, &split), &ids, || ()));
+        let [mut outputs, mut probes] = [(); 2].map(|()| block(4096));
+        let blocks = HostBlocks { inputs: &ids, outputs: &mut outputs, probes: &mut probes };
+        let mut backend = Backend::new(device).unwrap();
+        assert_refused(backend.compute_while((&mut graph, &mut scratch), std::iter::empty(), weights, blocks, || ()));
     });
 }
 

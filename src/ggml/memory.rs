@@ -100,6 +100,16 @@ impl Drop for Memory {
     }
 }
 
+/// Where one of the scheduler's tensors lies on a device.
+#[derive(Clone, Copy)]
+pub(super) struct DevicePlace {
+    /// The device's address.
+    pub(super) data: *mut c_void,
+    pub(super) buffer: sys::ggml_backend_buffer_t,
+    /// In bytes.
+    pub(super) len: usize,
+}
+
 /// Memory for the inputs and results of graphs. Several graphs can be placed in it; one at a time can be computed, since
 /// that takes a mutable borrow.
 pub struct Scratch {

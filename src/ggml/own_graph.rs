@@ -1,6 +1,7 @@
 //! What a [`GraphBuilder`] ends in: a graph that is built once and computed many times, or tensors that are copied only.
 
 use super::arena::{GraphBuilder, TensorIndex};
+use super::memory::DevicePlace;
 use super::{BufferType, Device, HostBlock, Memory, Scratch, Tensor, sys};
 use crate::{Error, Result};
 use std::ptr::null_mut;
@@ -24,10 +25,25 @@ impl GraphBuilder {
             return Err(Error::Contract("a bound tensor that is not a leaf"));
         }
         self.check_places(&bound)?;
+        Ok(self.numbered(bound, None))
+    }
+
+    /// The graph from input rows that lie elsewhere to `output`, which does, too: both are shown at each computation.
+    ///
+    /// Fails if any other tensor has no place.
+    pub fn finish_in_place(self, rows: TensorIndex, output: TensorIndex) -> Result<OwnGraph> {
+        if !self.is_rows_elsewhere(rows) || !self.is_whole_result(output) {
+            return Err(Error::Contract("ends of a graph that are not its rows"));
+        }
+        self.check_places(&[rows, output])?;
+        Ok(self.numbered(Vec::new(), Some([rows, output])))
+    }
+
+    fn numbered(self, bound: Vec<TensorIndex>, ends: Option<[TensorIndex; 2]>) -> OwnGraph {
         // SAFETY: the graph is ours.
         unsafe { (*self.as_raw()).uid = sys::ggml_graph_next_uid() };
         BUILT.fetch_add(1, Relaxed);
-        Ok(OwnGraph { parts: self, bound, checked_for: None })
+        OwnGraph { parts: self, bound, ends, checked_for: None }
     }
 
     /// The tensors alone, to be copied to and from. Fails if there are operations or inputs, or a tensor has no place.
@@ -44,6 +60,8 @@ impl GraphBuilder {
 pub struct OwnGraph {
     parts: GraphBuilder,
     bound: Vec<TensorIndex>,
+    /// Rows that go in and come out, where they lie on the device; `None`: they have places of their own.
+    ends: Option<[TensorIndex; 2]>,
     /// The device that is known to execute all operations.
     checked_for: Option<Device>,
 }
@@ -73,6 +91,33 @@ impl OwnGraph {
         }
         (ours.data, ours.buffer) = (theirs.data, buffer);
         Ok(())
+    }
+
+    /// Shows the graph where its rows go in and come out. Devices re-use what they know of a graph by its number: it gets a new
+    /// one when these are other places. Fails unless both are as long as the graph's rows.
+    pub(super) fn show_ends(&mut self, places: [DevicePlace; 2]) -> Result<()> {
+        let ends = self.ends.ok_or(Error::Contract("a graph whose rows have places of their own"))?;
+        let mut is_new = false;
+        for (end, DevicePlace { data, buffer, len }) in ends.into_iter().zip(places) {
+            if self.parts.n_bytes(end)? != len {
+                return Err(Error::Contract("rows that are not as long as the graph's"));
+            }
+            let raw = self.parts.raw(end)?;
+            // SAFETY: the tensor is ours and valid.
+            let ours = unsafe { &mut *raw };
+            is_new |= (ours.data, ours.buffer) != (data, buffer);
+            (ours.data, ours.buffer) = (data, buffer);
+        }
+        if is_new {
+            // SAFETY: the graph is ours.
+            unsafe { (*self.parts.as_raw()).uid = sys::ggml_graph_next_uid() };
+        }
+        Ok(())
+    }
+
+    /// Whether it has to be shown where its rows lie.
+    pub(super) fn has_ends(&self) -> bool {
+        self.ends.is_some()
     }
 
     /// Takes the live tensors' addresses back.
@@ -142,6 +187,9 @@ impl OwnGraph {
 
     /// The tensor. Fails unless it is placed and has `len` bytes from `offset`.
     pub(super) fn range(&self, tensor: TensorIndex, offset: usize, len: usize) -> Result<*mut sys::ggml_tensor> {
+        if self.ends.is_some_and(|ends| ends.contains(&tensor)) {
+            return Err(Error::Contract("a copy to or from rows that lie elsewhere"));
+        }
         range(&self.parts, &self.bound, tensor, offset, len)
     }
 

@@ -4,9 +4,12 @@
 //! tensors are moved there for as long as it is computed, and results go from there to the device. All that goes to and from
 //! the device is queued on one instance of it, which puts it in order with that instance's own graphs.
 
+use super::in_place::{InPlace, Moved, Taken};
+use super::memory::DevicePlace;
 use super::{BufferType, Device, Graph, HostBlock, Tensor, sys};
 use crate::{Error, Result};
 use std::ffi::c_void;
+use std::ptr::NonNull;
 
 /// Buffers whose shadows are kept: llama.cpp makes a new one when a graph needs more, and has one, as a rule, and 16 at most.
 const MAX_SHADOWS: usize = 32;
@@ -19,13 +22,6 @@ struct Shadow {
     block: HostBlock,
 }
 
-/// A tensor that is in its shadow now, and where it was.
-struct Moved {
-    tensor: *mut sys::ggml_tensor,
-    data: *mut c_void,
-    buffer: sys::ggml_backend_buffer_t,
-}
-
 /// The shadows of one context's buffers.
 pub struct Shadows {
     device: Device,
@@ -36,6 +32,8 @@ pub struct Shadows {
     pinned: bool,
     shadows: Vec<Shadow>,
     moved: Vec<Moved>,
+    /// Inputs of the next split that lie where the stream has made them.
+    taken: Vec<Taken>,
 }
 
 // SAFETY: the pointers are those of the context's tensors and buffers, and are used by whoever computes with it: one thread at
@@ -57,7 +55,7 @@ impl Drop for MoveBack<'_> {
 impl Shadows {
     /// None yet. `split_kind`: memory of `device` under another name, which the scheduler has for our splits.
     pub fn new(device: Device, device_kind: BufferType, split_kind: BufferType, pinned: bool) -> Self {
-        Self { device, device_kind, split_kind, pinned, shadows: Vec::new(), moved: Vec::new() }
+        Self { device, device_kind, split_kind, pinned, shadows: Vec::new(), moved: Vec::new(), taken: Vec::new() }
     }
 
     /// The device that the splits lie on.
@@ -106,16 +104,18 @@ impl Shadows {
         self.shadows.last().ok_or(Error::Contract("a shadow that is not there"))
     }
 
-    /// Runs `compute` on a graph whose tensors are in host memory meanwhile.
+    /// Runs `compute` on a graph whose tensors are in host memory meanwhile. `stream`: an instance of our device that it may leave
+    /// the result to, in its place on the device; NULL: none. Returns whether it has, too.
     ///
     /// # Safety
     /// `graph` is a valid graph of the scheduler's that this thread alone uses, and all of its tensors have memory. Nothing is
-    /// copied to or from its shadows meanwhile.
+    /// copied to or from its shadows meanwhile. `stream` is NULL or alive, has been waited for, and is used by this thread alone.
     pub unsafe fn on_host<R>(
         &mut self,
         graph: *mut sys::ggml_cgraph,
-        compute: impl FnOnce(&Graph<'_>) -> R,
-    ) -> Result<R> {
+        stream: sys::ggml_backend_t,
+        compute: impl FnOnce(&Graph<'_>, Option<&InPlace<'_>>) -> R,
+    ) -> Result<(R, bool)> {
         const NO_GRAPH: Error = Error::Contract("a graph that is none");
         let mut moved = std::mem::take(&mut self.moved);
         moved.clear();
@@ -130,7 +130,10 @@ impl Shadows {
                     self.move_to_host(source, back.0)?;
                 }
             }
-            compute(&Graph::from_raw(graph).ok_or(NO_GRAPH)?)
+            let place = (self.device, self.device_kind);
+            let in_place = NonNull::new(stream).map(|stream| InPlace::new(stream, place, back.0, &self.taken));
+            let result = compute(&Graph::from_raw(graph).ok_or(NO_GRAPH)?, in_place.as_ref());
+            (result, in_place.is_some_and(|place| place.is_done()))
         };
         drop(back);
         self.moved = moved;
@@ -163,6 +166,26 @@ impl Shadows {
         unsafe { if (*tensor).view_src.is_null() { Ok(()) } else { self.move_to_host((*tensor).view_src, moved) } }
     }
 
+    /// The inputs that were taken are those of a split that is over.
+    pub fn forget_inputs(&mut self) {
+        self.taken.clear();
+    }
+
+    /// Notes that an input lies where it was made as long as its split is computed, if it is in the device's own memory.
+    ///
+    /// # Safety
+    /// As for [`Self::queue_read`].
+    unsafe fn note_input(&mut self, src: *const sys::ggml_tensor, dst: *const sys::ggml_tensor) {
+        // SAFETY: passed on from the caller.
+        unsafe {
+            let buffer = buffer_of(src);
+            if !buffer.is_null() && (*buffer).buft == self.device_kind.as_raw() {
+                let source = DevicePlace { data: (*src).data, buffer, len: sys::ggml_nbytes(src) };
+                self.taken.push(Taken { input: dst, source });
+            }
+        }
+    }
+
     /// Queues the read of an input on `stream`, from memory of its device, to where `dst` has its shadow.
     ///
     /// # Safety
@@ -184,6 +207,7 @@ impl Shadows {
                 sys::ggml_backend_tensor_get_async(stream, &raw const alias, to, 0, size);
             } else {
                 sys::ggml_backend_tensor_get_async(stream, src, to, 0, size);
+                self.note_input(src, dst);
             }
         }
         Ok(())

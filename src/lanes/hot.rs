@@ -4,10 +4,11 @@
 
 use super::Requests;
 use super::requests::Form;
-use super::template_graph::{PreparedGraph, PreparedGraphs, TemplateGraph};
+use super::template_graph::{InPlaceGraph, PreparedGraph, PreparedGraphs, TemplateGraph};
 use crate::device::Pool;
 use crate::ggml::{
-    Backend, BufferType, Device, Graph, HostBlock, HostBlocks, PROBE_BYTES_PER_UPLOAD, Scratch, Status, Upload, sys,
+    Backend, BufferType, Device, Graph, HostBlock, HostBlocks, InPlace, PROBE_BYTES_PER_UPLOAD, Scratch, Status,
+    Upload, sys,
 };
 use crate::moe::{FfnTemplate, WeightShape};
 use crate::units::{Expert, Slot};
@@ -47,6 +48,8 @@ struct HotLayer {
     /// Most requests of one call.
     max_rows: usize,
     graphs: PreparedGraphs,
+    /// Made for the first token all of whose experts are resident.
+    in_place: Option<Box<InPlaceGraph>>,
     /// What has been made ready, for one token and for several.
     warm: [Warm; 2],
 }
@@ -156,6 +159,7 @@ impl HotLane {
     pub fn drop_scratch(&mut self) {
         for layer in &mut self.layers {
             layer.graphs.clear();
+            layer.in_place = None;
             layer.warm = [Warm::default(); 2];
         }
         self.scratch = None;
@@ -186,7 +190,8 @@ impl HotLane {
             return HotIndex { lane: self.id, place: known };
         }
         let (pool, template, graphs) = (pool.clone(), template.clone(), PreparedGraphs::default());
-        self.layers.push(HotLayer { pool, template, offsets, max_rows, graphs, warm: [Warm::default(); 2] });
+        let warm = [Warm::default(); 2];
+        self.layers.push(HotLayer { pool, template, offsets, max_rows, graphs, in_place: None, warm });
         HotIndex { lane: self.id, place: self.layers.len() - 1 }
     }
 
@@ -344,6 +349,37 @@ impl HotLane {
         self.backend.compute_while((&mut prepared.graph, scratch), uploads, prepared.output, blocks, meanwhile)
     }
 
+    /// Computes all requests of a split of one token on the instance that has made its rows: they are read where they lie, and the
+    /// result is left in its place. Runs `meanwhile` on this thread; returns when both are done.
+    ///
+    /// If the device refuses, `meanwhile` is not run, the status is returned, and nothing is written.
+    pub fn compute_in_place<R>(
+        &mut self,
+        layer: HotIndex,
+        split: &Graph<'_>,
+        requests: &Requests,
+        place: &InPlace<'_>,
+        meanwhile: impl FnOnce() -> R,
+    ) -> Result<Result<R, Status>> {
+        let layer = self.layers.get_mut(layer.place).ok_or(UNKNOWN_LAYER)?;
+        let template = layer.template.clone();
+        let scratch = self.scratch.as_mut().ok_or(NO_SCRATCH)?;
+        let InPlaceGraph { graph, ids_bytes } = layer.in_place(scratch)?;
+        let ids = sized(&mut self.inputs, (self.device, self.pinned), *ids_bytes)?;
+        ids.write_ids(0, requests.ids())?;
+        let (rows, output) =
+            (template.input(split).ok_or(NOT_ITS_SPLIT)?, template.output(split).ok_or(NOT_ITS_SPLIT)?);
+        place.compute_while((graph, scratch), (&rows, &output), ids, meanwhile)
+    }
+
+    /// Whether [`HotLane::compute_in_place`] can compute these requests.
+    pub fn is_in_place(&self, layer: HotIndex, split: &Graph<'_>, requests: &Requests, place: &InPlace<'_>) -> bool {
+        let Some(HotLayer { template, .. }) = self.layers.get(layer.place) else { return false };
+        let (Some(rows), Some(output)) = (template.input(split), template.output(split)) else { return false };
+        let is_whole = requests.are_one_token(template.n_used, output.ne(2) as usize);
+        is_whole && place.device() == self.device && place.has_input(&rows)
+    }
+
     /// Page-locked memory of this many bytes for experts, if the device offers any.
     fn make_staging(&mut self, bytes: usize) {
         if self.staged.as_ref().is_some_and(|staged| staged.size() >= bytes) {
@@ -379,6 +415,18 @@ impl HotLayer {
             let graph = TemplateGraph::new(template, form, pool.slots().into(), kind.alignment())?;
             graph.finish_placed(scratch, pool.memory(), offsets)
         })
+    }
+
+    /// The graph between a split's own rows, made when there is none yet.
+    fn in_place(&mut self, scratch: &Scratch) -> Result<&mut InPlaceGraph> {
+        let Self { pool, template, offsets, in_place, .. } = self;
+        match in_place {
+            Some(graph) => Ok(graph),
+            empty => {
+                let graph = TemplateGraph::new_in_place(template, pool.slots().into())?;
+                Ok(empty.insert(Box::new(graph.finish_in_place(scratch, pool.memory(), offsets)?)))
+            }
+        }
     }
 }
 

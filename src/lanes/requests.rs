@@ -52,6 +52,17 @@ impl Requests {
         if is_one_token && is_distinct() { Form::OneToken(self.len()) } else { Form::PerRow(self.len()) }
     }
 
+    /// Whether these are all requests of the one token of a batch, in order, and for distinct experts.
+    pub fn are_one_token(&self, n_used: usize, n_tokens: usize) -> bool {
+        let is_in_order = || self.rows.iter().enumerate().all(|(n, &(k, _))| k == n);
+        n_tokens == 1 && self.form() == Form::OneToken(n_used) && is_in_order()
+    }
+
+    /// The ids.
+    pub(super) fn ids(&self) -> &[i32] {
+        &self.ids
+    }
+
     /// The form of a graph for these requests on a device that holds experts in `n_slots` slots, and the slot of the rows
     /// that fill it up; `max_rows` is the most requests that there can be.
     ///
@@ -164,6 +175,21 @@ mod tests {
     #[test]
     fn distinct_experts_of_one_token_stand_side_by_side() {
         assert_eq!(requests(&[(3, 1), (3, 7), (3, 2)]).form(), Form::OneToken(3));
+    }
+
+    #[test]
+    fn all_requests_of_one_token_are_told_from_some() {
+        let one_token = |list: &[(usize, i32)], n_tokens| {
+            let mut requests = Requests::default();
+            list.iter().for_each(|&(k, id)| requests.push(k, 0, id));
+            requests.are_one_token(3, n_tokens)
+        };
+        assert!(one_token(&[(0, 4), (1, 7), (2, 2)], 1));
+        assert!(!one_token(&[(0, 4), (1, 7)], 1), "one is missing");
+        assert!(!one_token(&[(0, 4), (1, 7), (2, 4)], 1), "one expert twice");
+        assert!(!one_token(&[(1, 4), (0, 7), (2, 2)], 1), "out of order");
+        assert!(!one_token(&[(0, 4), (1, 7), (2, 2)], 2), "the other token's are missing");
+        assert!(!one_token(&[], 1));
     }
 
     #[test]

@@ -20,12 +20,29 @@ pub struct TemplateGraph {
 impl TemplateGraph {
     /// Builds `template` for requests in this form, with weights of `n_experts` (or slots) each. `alignment` in bytes.
     pub fn new(template: &FfnTemplate, form: Form, n_experts: i64, alignment: usize) -> Result<Self> {
+        Self::build(template, form, n_experts, |builder, ids, rows| builder.inputs(ids, rows, alignment))
+    }
+
+    /// The same for all requests of one token, with rows that go in and come out where a split has them.
+    pub fn new_in_place(template: &FfnTemplate, n_experts: i64) -> Result<Self> {
+        let inputs = |builder: &mut GraphBuilder, ids, rows| builder.inputs_with_rows_elsewhere(ids, rows);
+        let mut graph = Self::build(template, Form::OneToken(template.n_used), n_experts, inputs)?;
+        graph.results.retain(|&result| result != graph.output);
+        Ok(graph)
+    }
+
+    fn build(
+        template: &FfnTemplate,
+        form: Form,
+        n_experts: i64,
+        inputs: impl FnOnce(&mut GraphBuilder, [i64; 2], [i64; 3]) -> Result<Inputs>,
+    ) -> Result<Self> {
         /// The inputs as a whole, the ids and the rows.
         const INPUTS: usize = 3;
         let mut builder = GraphBuilder::new(INPUTS + template.weights.len() + template.steps.len())?;
         let [ne1, ne2] = form.dims()?;
         let input_ne1 = if form.input_rows(template) == 1 { 1 } else { ne1 };
-        let inputs = builder.inputs([ne1, ne2], [template.n_in, input_ne1, ne2], alignment)?;
+        let inputs = inputs(&mut builder, [ne1, ne2], [template.n_in, input_ne1, ne2])?;
         let mut weights = Vec::with_capacity(template.weights.len());
         for shape in &template.weights {
             weights.push(builder.leaf(shape.kind, shape.ne_for(n_experts))?);
@@ -105,17 +122,32 @@ impl TemplateGraph {
         offsets: &[usize],
     ) -> Result<PreparedGraph> {
         let output_offset = self.place_scratch(scratch)?;
-        for (&weights, &offset) in self.weights.iter().zip(offsets) {
-            self.builder.place(weights, memory, offset)?;
-        }
+        self.place_weights(memory, offsets)?;
         self.finish(output_offset, Vec::new())
+    }
+
+    /// The graph between rows that are shown at each computation; everything else is placed as above.
+    pub fn finish_in_place(
+        mut self,
+        scratch: &Scratch,
+        memory: &Arc<Memory>,
+        offsets: &[usize],
+    ) -> Result<InPlaceGraph> {
+        self.place_scratch(scratch)?;
+        self.place_weights(memory, offsets)?;
+        let ids_bytes = self.inputs.bytes;
+        Ok(InPlaceGraph { ids_bytes, graph: self.builder.finish_in_place(self.inputs.rows, self.output)? })
+    }
+
+    fn place_weights(&mut self, memory: &Arc<Memory>, offsets: &[usize]) -> Result<()> {
+        self.weights.iter().zip(offsets).try_for_each(|(&weights, &offset)| self.builder.place(weights, memory, offset))
     }
 
     fn finish(self, output_offset: usize, bound: Vec<TensorIndex>) -> Result<PreparedGraph> {
         let output_bytes = self.builder.n_bytes(self.output)?;
         Ok(PreparedGraph {
             inputs_bytes: self.inputs.bytes,
-            input_offset: self.inputs.rows_offset,
+            input_offset: self.inputs.rows_offset.unwrap_or(self.inputs.bytes),
             output: self.output,
             output_bytes,
             output_offset,
@@ -138,6 +170,12 @@ pub struct PreparedGraph {
     pub output_offset: usize,
     /// By place in [`FfnTemplate::weights`].
     pub weights: Vec<TensorIndex>,
+}
+
+/// A graph for all requests of one token, whose rows go in and come out where a split has them.
+pub struct InPlaceGraph {
+    pub graph: OwnGraph,
+    pub ids_bytes: usize,
 }
 
 /// Prepared graphs by form, made when first needed and kept.

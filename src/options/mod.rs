@@ -9,8 +9,8 @@ mod values;
 
 pub use table::{
     HOT_CACHE, HOT_CACHE_AUTO_RESERVE_MIB, HOT_CACHE_DEVICE, HOT_CACHE_MAX_MIB, HOT_CACHE_MISS, HOT_CACHE_UPDATE_RATE,
-    Kind, OPTIONS, OptionSpec, PERF_OUT, TEST_CLAIM_UNPLACED, TEST_FREE_COPIES, TEST_HOST_SPLITS, TEST_NO_GUARD,
-    TEST_SLOTS, TEST_TIMINGS, TEST_WAIT, TRACE_OUT,
+    Kind, OPTIONS, OptionSpec, PERF_OUT, TEST_CLAIM_UNPLACED, TEST_FREE_COPIES, TEST_HOST_ROWS, TEST_HOST_SPLITS,
+    TEST_NO_GUARD, TEST_SLOTS, TEST_TIMINGS, TEST_WAIT, TRACE_OUT,
 };
 pub use values::{Budget, CacheProfile, InvalidValue, Reserve, UpdateRate};
 
@@ -70,6 +70,8 @@ pub struct Config {
     pub test_wait: bool,
     /// See [`TEST_HOST_SPLITS`].
     pub test_host_splits: bool,
+    /// See [`TEST_HOST_ROWS`].
+    pub test_host_rows: bool,
     /// See [`TEST_TIMINGS`].
     pub test_timings: Option<PathBuf>,
     /// Values that could not be read and were replaced by their defaults.
@@ -119,6 +121,7 @@ impl Config {
             test_no_guard: reader.is_one(TEST_NO_GUARD.variable),
             test_wait: reader.is_one(TEST_WAIT.variable),
             test_host_splits: reader.is_one(TEST_HOST_SPLITS.variable),
+            test_host_rows: reader.is_one(TEST_HOST_ROWS.variable),
             test_timings: reader.path(TEST_TIMINGS.variable),
             no_host: [LAUNCHER_NO_HOST, NO_HOST.variable]
                 .iter()

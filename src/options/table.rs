@@ -206,6 +206,8 @@ pub const TEST_NO_GUARD: TestSetting = TestSetting { variable: "MOE_HOT_TEST_NO_
 pub const TEST_WAIT: TestSetting = TestSetting { variable: "MOE_HOT_TEST_WAIT" };
 /// Splits lie in host memory, also where they could lie on the device.
 pub const TEST_HOST_SPLITS: TestSetting = TestSetting { variable: "MOE_HOT_TEST_HOST_SPLITS" };
+/// `1`: rows of splits on the device pass through host memory all the same.
+pub const TEST_HOST_ROWS: TestSetting = TestSetting { variable: "MOE_HOT_TEST_HOST_ROWS" };
 /// A file that timings are written to.
 pub const TEST_TIMINGS: TestSetting = TestSetting { variable: "MOE_HOT_TEST_TIMINGS" };
 /// Claim operations whose weights are not in any buffer yet, as test-backend-ops asks.

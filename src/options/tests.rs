@@ -61,16 +61,18 @@ fn settings_for_tests_do_nothing_unless_set() {
         none.test_no_guard,
         none.test_wait,
         none.test_host_splits,
+        none.test_host_rows,
         none.test_timings,
         none.claim_unplaced,
     );
-    assert_eq!(unset, (None, false, false, false, false, None, false));
+    assert_eq!(unset, (None, false, false, false, false, false, None, false));
     let some = config(&[
         (TEST_SLOTS.variable, "4"),
         (TEST_FREE_COPIES.variable, "1"),
         (TEST_NO_GUARD.variable, "1"),
         (TEST_WAIT.variable, "1"),
         (TEST_HOST_SPLITS.variable, "1"),
+        (TEST_HOST_ROWS.variable, "1"),
         (TEST_TIMINGS.variable, "/t"),
         (TEST_CLAIM_UNPLACED.variable, "1"),
     ]);
@@ -80,10 +82,11 @@ fn settings_for_tests_do_nothing_unless_set() {
         some.test_no_guard,
         some.test_wait,
         some.test_host_splits,
+        some.test_host_rows,
         some.test_timings,
         some.claim_unplaced,
     );
-    assert_eq!(set, (Some(4), true, true, true, true, Some("/t".into()), true));
+    assert_eq!(set, (Some(4), true, true, true, true, true, Some("/t".into()), true));
 }
 
 #[test]

@@ -176,6 +176,17 @@ impl Instance {
     /// # Safety
     /// As for [`graph_compute`].
     unsafe fn compute(&mut self, graph: *mut sys::ggml_cgraph) -> Result<sys::ggml_status> {
+        // SAFETY: passed on from the caller.
+        let result = unsafe { self.compute_split(graph) };
+        if let Some(shadows) = &mut self.shadows {
+            shadows.forget_inputs();
+        }
+        result
+    }
+
+    /// # Safety
+    /// As for [`graph_compute`].
+    unsafe fn compute_split(&mut self, graph: *mut sys::ggml_cgraph) -> Result<sys::ggml_status> {
         self.context()?;
         let is_waited_for = self.sources.has(self.stream);
         // SAFETY: the scheduler took this split's inputs from live backends.
@@ -189,13 +200,20 @@ impl Instance {
         }
         let (Some(context), Some(shadows)) = (&mut self.context, &mut self.shadows) else { return Err(NO_MEMORY) };
         // SAFETY: the scheduler hands a valid graph to a live instance, on the one thread that uses both, and nothing is on its
-        // way to or from the shadows.
-        let status = unsafe { shadows.on_host(graph, |graph| context.compute(graph)) }?;
-        if status != sys::GGML_STATUS_SUCCESS {
+        // way to or from the shadows: the stream has been waited for. What has no number is looked at by a callback, which may
+        // read anything.
+        let (status, is_in_place, for_callback) = unsafe {
+            let for_callback = (*graph).uid == 0;
+            let stream = if for_callback || runtime().config().test_host_rows { null_mut() } else { self.stream };
+            let (status, is_in_place) =
+                shadows.on_host(graph, stream, |graph, place| context.compute_at(graph, place))?;
+            (status, is_in_place, for_callback)
+        };
+        if status != sys::GGML_STATUS_SUCCESS || is_in_place {
             return Ok(status);
         }
-        // SAFETY: as above. What has no number is looked at by a callback, which may read anything.
-        unsafe { shadows.write_results(self.stream, graph, (*graph).uid == 0) }?;
+        // SAFETY: as above.
+        unsafe { shadows.write_results(self.stream, graph, for_callback) }?;
         self.is_writing = !self.stream.is_null();
         Ok(status)
     }

@@ -1,7 +1,7 @@
 //! Both lanes of a context, as [`super::dispatch`] sees them: timed, and with the layer of the call at hand.
 
 use super::dispatch::{LaneError, Lanes, Partition};
-use crate::ggml::{Graph, Status, sys};
+use crate::ggml::{Graph, InPlace, Status, sys};
 use crate::lanes::{ColdLane, HotIndex, HotLane};
 use crate::moe::FfnTemplate;
 use crate::runtime::timing::Stopwatch;
@@ -16,6 +16,8 @@ pub struct BothLanes<'a> {
     pub layer: HotIndex,
     pub template: &'a Arc<FfnTemplate>,
     pub watch: &'a mut Stopwatch,
+    /// Where the split's rows lie on the device, if they may be left there.
+    pub place: Option<&'a InPlace<'a>>,
 }
 
 /// The whole split on the CPU, timed.
@@ -38,7 +40,7 @@ impl Lanes for BothLanes<'_> {
         partition: &Partition,
         meanwhile: impl FnOnce(),
     ) -> Result<Status, LaneError> {
-        let Self { cold, hot, layer, template, watch } = self;
+        let Self { cold, hot, layer, template, watch, place } = self;
         let on_the_cpu = || -> Result<Status, Error> {
             watch.launched();
             let status = if partition.cold.is_empty() {
@@ -51,7 +53,12 @@ impl Lanes for BothLanes<'_> {
             meanwhile();
             status
         };
-        let computed = hot.compute_while(*layer, split, &partition.hot, &partition.copies, on_the_cpu);
+        let is_in_place =
+            |place: &&InPlace<'_>| partition.copies.is_empty() && hot.is_in_place(*layer, split, &partition.hot, place);
+        let computed = match place.filter(is_in_place) {
+            Some(place) => hot.compute_in_place(*layer, split, &partition.hot, place, on_the_cpu),
+            None => hot.compute_while(*layer, split, &partition.hot, &partition.copies, on_the_cpu),
+        };
         watch.joined();
         match computed {
             Ok(Ok(status)) => status.map_err(LaneError::Cpu),
@@ -61,6 +68,9 @@ impl Lanes for BothLanes<'_> {
     }
 
     fn write_rows(&mut self, split: &Graph<'_>, partition: &Partition) -> Result<()> {
+        if self.place.is_some_and(InPlace::is_done) {
+            return Ok(());
+        }
         self.hot.write_rows(self.layer, split, &partition.hot)?;
         if partition.cold.is_empty() { Ok(()) } else { self.cold.write_rows(split, self.template, &partition.cold) }
     }

@@ -10,7 +10,7 @@ use super::model::layer_cache::LayerCache;
 use super::registry::{Runtime, runtime};
 use super::timing::Stopwatch;
 use crate::cache::{Call, Loss, RegressionGuard};
-use crate::ggml::{AbortCallback, Graph, Ids, Level, OwnIds, Status, graphs_built, log, sys};
+use crate::ggml::{AbortCallback, Graph, Ids, InPlace, Level, OwnIds, Status, graphs_built, log, sys};
 use crate::lanes::{ColdLane, TooSlow, Width};
 use crate::profile::check_ids;
 use crate::{Error, Result};
@@ -76,6 +76,11 @@ impl Context {
     ///
     /// A split with ids outside the layer fails and leaves everything as it was.
     pub fn compute(&mut self, split: &Graph<'_>) -> Status {
+        self.compute_at(split, None)
+    }
+
+    /// The same for a split that lies at `place` on a device: its result may be left there instead of in host memory.
+    pub fn compute_at(&mut self, split: &Graph<'_>, place: Option<&InPlace<'_>>) -> Status {
         self.lanes.watch.start(graphs_built());
         self.lanes.forget_templates(self.splits.n_forgotten());
         let (blocks, model) = self.splits.blocks(split);
@@ -97,7 +102,7 @@ impl Context {
         if let Some(model) = model {
             self.lanes.hot.join(model);
         }
-        let status = self.lanes.compute(split, block, ids, self.runtime);
+        let status = self.lanes.compute((split, place), block, ids, self.runtime);
         if status != sys::GGML_STATUS_SUCCESS {
             return status;
         }
@@ -138,7 +143,13 @@ impl Drop for Context {
 
 impl ContextLanes {
     /// Computes the one block of a split; resident experts on the device if this context can.
-    fn compute(&mut self, split: &Graph<'_>, block: &mut ResolvedBlock, ids: &OwnIds, runtime: &Runtime) -> Status {
+    fn compute(
+        &mut self,
+        (split, place): (&Graph<'_>, Option<&InPlace<'_>>),
+        block: &mut ResolvedBlock,
+        ids: &OwnIds,
+        runtime: &Runtime,
+    ) -> Status {
         let ready = match self.limit(ids.n_tokens(), runtime) {
             Some(limit) => self.hot.ready(split, block, ids.n_tokens(), limit, runtime.config()),
             None => None,
@@ -187,7 +198,7 @@ impl ContextLanes {
             Computed { status, has_landed: false, fault: None }
         } else {
             let (cold, hot, watch) = (&mut self.cold, &mut lane.lane, &mut self.watch);
-            let mut lanes = BothLanes { cold, hot, layer: index, template, watch };
+            let mut lanes = BothLanes { cold, hot, layer: index, template, watch, place };
             dispatch::compute(&mut lanes, split, &mut self.partition, learn)
         };
         match &computed.fault {
